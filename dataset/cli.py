@@ -1,10 +1,12 @@
-"""What every command of the project shares: its arguments, its one-line errors, how it ends and is stopped.
+"""The common base of every command: its arguments, its one-line errors, its exit codes, and signals.
 
-Exit codes: 0: done. 2: one line, ``error: ...``. 75: a signal stopped it, and the same command goes on.
-130: interrupted. 141: nobody reads its output any longer (``| head``), as of a process that SIGPIPE ended.
+Exit codes: 0: done. 2: an error in one line, ``error: ...``. 75: a signal stopped it, and the same command
+continues. 130: interrupted. 141: its output is no longer read (``| head``), as for a process ended by
+SIGPIPE.
 
-Slurm sends SIGTERM (or what ``--signal`` says, often SIGUSR1) before it takes a machine away. Where nothing
-is lost by it, a command stops at once; within `held` it notes the signal, finishes its step, and stops then.
+Slurm sends SIGTERM (or the signal of ``--signal``, often SIGUSR1) before it takes a machine away. A command
+stops at once if nothing is lost by that. Within `held` it notes the signal, finishes its step, and then
+stops.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from typing import NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RESUMABLE = 75
-"""Exit code (EX_TEMPFAIL of sysexits.h): stopped by a signal; what was done is kept, and it can go on."""
+"""Exit code (EX_TEMPFAIL of sysexits.h): a signal stopped it; the work is kept, and it can continue."""
 CLOSED_PIPE = 128 + signal.SIGPIPE
 MAX_LINE = 1600
 MAX_NAME_BYTES = 200
-"""Most bytes of an output's name; file systems allow 255, and the names of temporary files are longer."""
+"""Most bytes of an output's name. File systems allow 255, but names of temporary files are longer."""
 
 
 def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
@@ -42,7 +44,7 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
             with raised():
                 main(sys.argv[1:] if argv is None else argv)
         finally:
-            sys.stdout.flush()  # so that the line of the end is the last, also where both go to one file
+            sys.stdout.flush()  # so that the final line is last, if both go to one file
     except Stopped as stop:
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
         return RESUMABLE
@@ -61,7 +63,7 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
 
 
 def _unread() -> bool:
-    """Whether the reader of standard output has gone; what is still to be printed is then dropped."""
+    """Whether the reader of standard output is gone; if so, the remaining output is dropped."""
     try:
         output = sys.stdout.fileno()
     except OSError:  # it is no file
@@ -77,21 +79,21 @@ def _unread() -> bool:
 
 
 def _line(text: str) -> str:
-    """One line of bounded length, whatever a damaged file has put into it."""
+    """The text as one line of bounded length, since a damaged file may have put anything into it."""
     line = " ".join(text.split())
     line = "".join(c if c.isprintable() else "?" for c in line)
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage and exit, and in `read` for an empty value."""
+    """Raises ValueError instead of printing a usage and exiting; `read` also refuses empty values."""
 
     def error(self, message: str) -> NoReturn:
         """Raise the message, with a pointer to the help."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """What `parse_args` returns; an empty value is an error: it would be read as the current folder."""
+        """Like `parse_args`, but an empty value is an error, since it would mean the current folder."""
         for before, word in zip(["", *argv], argv):
             option, _, value = word.partition("=")
             if not word or (word.startswith("--") and "=" in word and not value):
@@ -108,8 +110,8 @@ def output_file(option: str, path: Path, overwrite: bool = True) -> Path:
         overwrite: whether the file may exist.
 
     Raises:
-        ValueError: one line that names the option, for a folder, a name that is too long, and a place where
-            nothing can be written.
+        ValueError: one line that names the option, when the path is a folder, its name is too long, or
+            nothing can be written there.
     """
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; give the name of a file")
@@ -147,12 +149,12 @@ def input_file(option: str, path: Path) -> Path:
 
 
 def is_address(place: str | None) -> bool:
-    """Whether an argument is the address of a server, and no path."""
+    """Whether an argument is a server's address instead of a path."""
     return place is not None and place.startswith(("http://", "https://"))
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -172,15 +174,15 @@ def _writable(option: str, path: Path, folder: Path) -> None:
 
 
 class SourceError(OSError):
-    """What was asked for cannot be had now; a later call may go on."""
+    """A source cannot be reached or read at present; a later call may continue."""
 
 
 class Stopped(BaseException):
-    """A signal has asked the command to stop; like KeyboardInterrupt, no ``except Exception`` holds it.
+    """A signal asked the command to stop. Like KeyboardInterrupt, ``except Exception`` does not catch it.
 
     Args:
-        number: of the signal.
-        detail: what is kept, for the one line that the command ends with.
+        number: the signal's number.
+        detail: what is kept, for the final line of the command.
     """
 
     def __init__(self, number: int, detail: str = "") -> None:
@@ -189,20 +191,20 @@ class Stopped(BaseException):
 
 
 class Held:
-    """Which signal has come while signals were held, if any."""
+    """The signal that arrived while signals were held, if any."""
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     def stop_if_asked(self, detail: str = "") -> None:
-        """Raise `Stopped` if a signal has come: a step is done, nothing is lost."""
+        """Raise `Stopped` if a signal arrived. Call this after a step, when nothing is lost."""
         if self.number is not None:
             raise Stopped(self.number, detail)
 
 
 @contextmanager
 def _handled(handler: object) -> Iterator[None]:
-    """Handle signals so within the block, in the main thread (elsewhere Python allows no handlers)."""
+    """Handle signals by ``handler`` in this context, in the main thread (others cannot have handlers)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -218,7 +220,7 @@ def _handled(handler: object) -> Iterator[None]:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Within, a signal raises `Stopped` at once."""
+    """In this context a signal raises `Stopped` at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
@@ -229,10 +231,10 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held(step: str) -> Iterator[Held]:
-    """Within, the first signal is only noted, and `Stopped` is raised at the end; a second raises it at once.
+    """In this context a first signal is only noted, and `Stopped` raised at the end; a second raises at once.
 
     Args:
-        step: what is finished first, for the line on stderr.
+        step: the step that is finished first, for the line on stderr.
     """
     state = Held()
 

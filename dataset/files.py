@@ -139,7 +139,7 @@ def prefetched(
     Args:
         ahead: the most results beyond the one in use. With 0, everything runs in the calling thread.
         threads: how many threads work.
-        begin: what each of them does first.
+        begin: is called first by each thread.
 
     Raises:
         Exception: of ``work``, where its result would have been yielded; work that has not begun is dropped.
@@ -160,10 +160,10 @@ def prefetched(
 
 
 def imported(name: str) -> ModuleType:
-    """A module that anybody may have written.
+    """Import a module that may come from anybody.
 
     Raises:
-        ValueError: one line that names it, whatever it is that importing it raises.
+        ValueError: one line that names the module, if importing it raises any exception.
     """
     try:
         return importlib.import_module(name)
@@ -173,11 +173,11 @@ def imported(name: str) -> ModuleType:
 
 
 def needed(module: str, extra: str) -> ModuleType:
-    """A module of a package that is installed where somebody wants it.
+    """Import a module of an optional package.
 
     Args:
-        module: to be imported.
-        extra: of this distribution, which brings the package.
+        module: the module.
+        extra: the extra of this distribution that installs the package.
 
     Raises:
         ValueError: one line that says how to install it.

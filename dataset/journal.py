@@ -1,8 +1,8 @@
-"""What a preprocessing has done so far, in the folder ``F.partial`` beside F: one that was stopped goes on.
+"""The journal of a preprocessing in the folder ``F.partial`` beside F, from which a stopped one continues.
 
-It holds what was found of each block of images that was checked, the output in the making, and what was
-written of it. Every entry carries its SHA-256 and appears whole or not at all; one that is damaged counts as
-not there. One process owns the folder at a time.
+It holds the results for each checked block of images, the unfinished output, and a list of what was written
+to it. Every entry has its SHA-256 and appears completely or not at all. A damaged entry counts as missing.
+One process owns the folder at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Journal:
         self._lock.__exit__(None, None, None)
 
     def discard(self) -> None:
-        """Delete the folder; what is not ours in it stays, and then it too."""
+        """Delete the folder. Files in it that are not ours stay, and then the folder too."""
         half = self.folder.glob(HALF_WRITTEN[0])
         for path in [*self.folder.glob("entry-*"), *half, self.data, self.folder / "lock"]:
             path.unlink(missing_ok=True)
@@ -64,12 +64,12 @@ class Journal:
         return content[32:] if hashlib.sha256(content[32:]).digest() == content[:32] else None
 
     def forget(self, prefix: str) -> None:
-        """Drop the entries whose names begin so."""
+        """Delete the entries whose names begin with ``prefix``."""
         for path in self.folder.glob(f"entry-{prefix}*"):
             path.unlink()
 
     def size(self) -> int:
-        """Bytes of disk that the output in the making has already."""
+        """Bytes on disk of the unfinished output."""
         return self.data.stat().st_blocks * 512 if self.data.exists() else 0
 
     def _path(self, name: str) -> Path:

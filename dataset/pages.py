@@ -1,9 +1,9 @@
 """One HTML file that people look at: its frame, its style, and the parts that pages are put together from.
 
-A page needs no network and has no script; a content security policy in it forbids both, so that a name in it
-could do no harm even if it were not escaped. It follows the reader's light or dark theme and fits a phone.
+A page needs no network and has no script. A content security policy in it forbids both, so that even a name
+that was not escaped could do no harm. It follows the reader's light or dark theme and fits a phone.
 
-Functions that return ``Html`` have escaped what they were given. Only `Html` is put into a page as it is.
+Functions that return ``Html`` have escaped their arguments. Only `Html` is put into a page without escaping.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 class Html(str):
-    """Markup that is safe to put into a page as it is."""
+    """Markup that is safe to put into a page without escaping."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ def clean(value: object) -> str:
 
 
 def text(value: object) -> Html:
-    """A value as text of a page; `Html` stays as it is."""
+    """A value as escaped text of a page; `Html` is not changed."""
     return value if isinstance(value, Html) else Html(html.escape(clean(value)))
 
 
@@ -77,9 +77,9 @@ def table(
 
     Args:
         caption: what the table shows.
-        heads: of the columns, that of the first column among them.
-        rows: of the cells.
-        words: whether the cells are words, and not numbers.
+        heads: the heads of all columns.
+        rows: the cells, row by row.
+        words: whether the cells are words instead of numbers.
     """
     top = tag("tr", *(tag("th", head, scope="col") for head in heads))
     lines = [
@@ -101,11 +101,11 @@ def picture(content: bytes, kind: str, alt: str, width: int, height: int) -> Htm
     """An image inside the page.
 
     Args:
-        content: of a file.
+        content: the content of an image file.
         kind: ``png`` or ``jpeg``.
-        alt: what it shows.
-        width: in pixels.
-        height: in pixels.
+        alt: what the image shows.
+        width: width in pixels.
+        height: height in pixels.
     """
     data = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     given = {"src": data, "alt": alt, "width": width, "height": height}
@@ -116,9 +116,9 @@ def bars(title: str, counts: Mapping[str, int], colour: int = 0) -> Html:
     """Horizontal bars with their names and numbers, which are text: an HTML list, no picture.
 
     Args:
-        title: of the chart.
-        counts: of each bar, by its name.
-        colour: number of the colour of the bars.
+        title: the chart's title.
+        counts: the number of each bar, by its name.
+        colour: the number of the bars' colour.
     """
     most = max([*counts.values(), 1])
     rows = [
@@ -148,10 +148,10 @@ def page(title: str, intro: object, body: Iterable[Html], style: str = "") -> st
     """A whole page.
 
     Args:
-        title: of the page.
-        intro: a sentence or more below the title.
+        title: the page's title.
+        intro: one or more sentences below the title.
         body: the sections.
-        style: more CSS.
+        style: additional CSS.
     """
     head = (
         '<meta charset="utf-8">'

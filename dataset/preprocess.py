@@ -1,11 +1,12 @@
 """The pipeline that every data set uses: from a source of images to one HDF5 file, in two passes that resume.
 
-Each pass has bounded memory. The first reads users, annotations and image sizes, checks each image and keeps
-compact columns, from which every image's place in the file follows; the second puts each image at its place.
-The output has its name only when it is complete and checked; dataset/store/hdf5.py describes its schema.
+Each pass has bounded memory. The first reads users, annotations and image sizes, checks each image, and keeps
+compact columns, from which every image's place in the file follows. The second writes each image to its
+place. The output gets its name only when it is complete and checked. dataset/store/hdf5.py describes its
+schema.
 
-A preprocessing that was stopped goes on when it is called again: what was downloaded, and each block of
-images that was checked or written, is kept in F.partial until the output is complete (`dataset.journal`).
+A stopped preprocessing continues when it is called again. Downloads, and each block of images that was
+checked or written, are kept in F.partial until the output is complete (`dataset.journal`).
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ SIDE = 256
 
 
 def preprocess(source: Source, options: Options) -> None:
-    """Make ``options.output_file`` from a source, going on where an earlier call was stopped.
+    """Make ``options.output_file`` from a source, continuing where an earlier call was stopped.
 
     Raises:
-        ValueError: that names user and image, for an image that cannot be used (unless such are skipped),
-            and for records that contradict one another.
+        ValueError: for an image that cannot be used (unless such images are skipped), and for records that
+            contradict one another; the message names user and image.
         OSError: if the disk is full.
     """
     with Journal(options.output_file) as journal:
@@ -126,7 +127,7 @@ def _write(source: Source, scan: Scan, options: Options, journal: Journal) -> di
 
 @dataclass
 class _SecondPass:
-    """Puts every image at its place. A record is a position in the source's order."""
+    """Writes every image to its place. A record is a position in the source's order."""
 
     source: Source
     scan: Scan
@@ -134,10 +135,10 @@ class _SecondPass:
     options: Options
     writer: DataWriter
     undecodable: dict[int, str] = field(default_factory=dict)
-    """What is wrong with an image that turned out to be unusable, by record."""
+    """The faults of unusable images, by record."""
 
     def run(self, bar: Any) -> None:
-        """Write what no earlier process has written, block by block."""
+        """Write, block by block, what no earlier process has written."""
         first = 0
         for _, blocks in groupby(self.scan.blocks, key=lambda block: block.part):
             left = deque(blocks)
@@ -168,7 +169,7 @@ class _SecondPass:
         return ValueError(f"{origin} changed while it was read: run the command again")
 
     def _put(self, batch: tuple[int, Sequence[Image]]) -> int:
-        """Write the images from a record on; returns how many there are."""
+        """Write a batch of images, which begins at a record; returns their number."""
         (start, images), scan, options = batch, self.scan, self.options
         raw = options.storage == "raw"
         if not raw and options.transcode is not None:
@@ -187,7 +188,7 @@ class _SecondPass:
         return len(images)
 
     def _decoded(self, record: int, image: bytes | memoryview | Pixels) -> Pixels:
-        """An image as raw storage keeps it; zeros for one that cannot be decoded, which is noted."""
+        """An image in the form of raw storage; zeros, and a noted fault, if it cannot be decoded."""
         side = self.options.image_size
         try:
             if isinstance(image, np.ndarray):
@@ -215,7 +216,7 @@ def _length(image: bytes | memoryview | Pixels) -> int:
 
 
 def _kept(image: Image, transcoding: Transcoding) -> Image:
-    """The bytes that jpeg storage keeps; those of a bad image, which has no place, do not matter."""
+    """The bytes in jpeg storage. Those of a bad image do not matter, since it has no place."""
     if image is None or isinstance(image, np.ndarray) or other_format(image) is None:
         return image
     with contextlib.suppress(ValueError):
@@ -304,7 +305,7 @@ def command_parser(name: str, description: str | None, images: bool = True) -> O
 
 
 def checked_places(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """The output file and the download folder of a command, whose other plain arguments are checked, too.
+    """The output file and the download folder of a command; its other plain arguments are checked as well.
 
     Raises:
         ValueError: one line that names the argument.

@@ -35,7 +35,7 @@ _FOUND = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in _TYPES.ite
 
 @dataclass(frozen=True)
 class Options:
-    """What the output is to be."""
+    """Options of the output."""
 
     output_file: Path
     storage: Storage = "jpeg"
@@ -47,7 +47,7 @@ class Options:
     vocabulary: Mapping[str, list[str]] | None = None
     """The class names of each annotation, in order; see `dataset.store.columns.build_index`."""
     workers: int = 2
-    block_images: int = 2048  # what is lost at most when a preprocessing is killed
+    block_images: int = 2048  # the most that is lost when a preprocessing is killed
     transcode: Transcoding | None = None  # of PNG, WebP and GIF images; None: they are bad images
     tool: str = "dataset.preprocess"  # the command, for the provenance
     ids_are_positions: bool = False
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found of an image."""
+    """The results of checking an image."""
 
     num_bytes: int  # as it is kept; -1 if it is listed, but nowhere
     height: int = 0
@@ -69,7 +69,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Block:
-    """What was found of some images of a part, from image ``start`` on."""
+    """The results for some images of a part, from image ``start`` on."""
 
     part: int
     start: int
@@ -89,7 +89,7 @@ class Block:
 
     @classmethod
     def unpacked(cls, part: int, start: int, content: bytes) -> Block:
-        """What `packed` gave."""
+        """The block from the result of `packed`."""
         table = pa.ipc.open_stream(content).read_all()
         last = table.schema.metadata[b"last"] == b"True"
         return cls(part, start, table.replace_schema_metadata(None), last)
@@ -97,7 +97,7 @@ class Block:
 
 @dataclass
 class Scan:
-    """What the first pass keeps of R records; masks, a few kB each, are among it."""
+    """The results of the first pass for R records, with masks of a few kB each."""
 
     blocks: list[Block]
     table: pa.Table  # the source's records
@@ -112,10 +112,10 @@ class Scan:
 
 
 def scan(source: Source, options: Options, journal: Journal) -> Scan:
-    """The first pass: read every record, check every image, and keep what was found.
+    """The first pass: read every record, check every image, and keep the results.
 
     Raises:
-        ValueError: that names user and image for an image that cannot be used, unless such are skipped.
+        ValueError: for an image that cannot be used, unless such images are skipped; it names user and image.
     """
     blocks: list[Block] = []
     with progress(source, "1/2 check") as bar:
@@ -201,7 +201,7 @@ def _checked(image: Image, options: Options, decodes: bool) -> Checked:
 
 
 def _with_annotations(table: pa.Table, found: list[Checked], options: Options) -> list[Checked]:
-    """What was found of a batch's images, with what is wrong with their masks and boxes."""
+    """The results for a batch's images, with the faults of their masks and boxes."""
     for name, kind in kinds(table.schema).items():
         if kind not in ("mask", "boxes"):
             continue
@@ -219,7 +219,7 @@ def _with_annotations(table: pa.Table, found: list[Checked], options: Options) -
 
 
 def refuse(table: pa.Table, row: int, fault: str, options: Options) -> None:
-    """Raise ValueError for an image that cannot be used, unless the options say that such are skipped."""
+    """Raise ValueError for an image that cannot be used, unless the options skip such images."""
     if options.on_bad_image == "fail" or (options.on_bad_image == "skip-missing" and MISSING not in fault):
         user, image = table["user_id"][row].as_py(), table["image_id"][row].as_py()
         raise ValueError(

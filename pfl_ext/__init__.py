@@ -1,7 +1,7 @@
-"""What pfl lacks; knows pfl and torch, and nothing of any one benchmark.
+"""What pfl lacks. This package knows pfl and torch, and nothing of any one benchmark.
 
-Import this package before pfl: under torchrun pfl joins the workers by itself as soon as its torch operations
-are imported, on NCCL wherever there is CUDA and without a timeout; `pfl_ext.workers.distributed` does that
+Import it before pfl. Under torchrun, pfl joins the workers as soon as its torch operations are imported, on
+NCCL wherever there is CUDA, and without a timeout. This package makes `pfl_ext.workers.distributed` do that
 instead.
 """
 

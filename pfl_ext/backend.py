@@ -1,4 +1,4 @@
-"""A pfl backend that trains a cohort round by round and evaluates on a split held centrally."""
+"""A pfl backend that trains one cohort in each round, and evaluates on a split that the server holds."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from pfl_ext.summing import FlatSumAggregator
 from pfl_ext.workers.distributed import begin_work
 
 TRAIN_LOSS = StringMetricName("training loss")
-"""The mean over a round's images of the loss that local training lowers, at the step that an image was in."""
+"""Metric: the mean local training loss over a round's images, each at the step with that image."""
 OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 
 
 def training_context(
     round_number: int, cohort_size: int, local: NNTrainHyperParams | None = None, parameters: Any = None
 ) -> CentralContext[Any, Any]:
-    """What pfl's algorithms hand to a backend for a round of local training; the backend draws its seed."""
+    """The context that pfl's algorithms pass to a backend for a round; the backend draws the seed itself."""
     return CentralContext(
         current_central_iteration=round_number,
         do_evaluation=False,
@@ -69,16 +69,16 @@ def training_context(
 
 
 def cohort_line(metrics: Metrics) -> dict[str, Any]:
-    """What a line of ``metrics.jsonl`` says of a cohort: how many users and images, and their loss."""
+    """A cohort's entries in a line of ``metrics.jsonl``: numbers of users and images, and their loss."""
     values = {str(name): value for name, value in metrics}
-    images = int(values["train population | number of data points"].weighted_value)  # over users, not a mean
+    images = int(values["train population | number of data points"].weighted_value)  # the sum over users
     line = {"users": int(get_overall_value(values["train population | number of devices"])), "images": images}
     loss = get_overall_value(values[str(TRAIN_LOSS)])
     return {**line, "train_loss": round(loss, 6)} if images and math.isfinite(loss) else line
 
 
 class _OneByOne:
-    """A pfl algorithm's local training done by the engine, for postprocessors that must see each user."""
+    """Trains users one by one with the engine, for postprocessors that must see each user's update."""
 
     def __init__(self, engine: CohortEngine, local: LocalTraining, rule: Rule) -> None:
         self._engine, self._local_training, self._rule = engine, local, rule
@@ -93,9 +93,9 @@ class _OneByOne:
 
 
 class AddsUsers(ABC):
-    """What a backend asks an algorithm that can add up what many users send faster than one by one.
+    """The interface of an algorithm that adds up what many users send faster than one by one.
 
-    It is asked where nothing is done to a user's statistics but scaling by their norm.
+    The backend uses it where a user's statistics are only scaled by their norm.
     """
 
     @abstractmethod
@@ -106,31 +106,31 @@ class AddsUsers(ABC):
 
 
 class CentrallyEvaluatedBackend(SimulatedBackend):
-    """pfl's ``SimulatedBackend`` with four things changed, and its training of users if asked for.
+    """pfl's ``SimulatedBackend`` with four changes, and optionally with the engine's training of users.
 
-    * The cohort and every seed of a round are functions of (seed, round), not of how often a random
-      state was drawn from, so that a resumed run repeats nothing.
-    * Users are not scored before and after their local training in evaluation rounds (pfl scores all
-      of them, each on its own training images).
-    * The validation population of pfl's ``FederatedNNAlgorithm`` is not a cohort of users but one split held
-      centrally: every ``evaluation_frequency`` rounds ``evaluation`` scores the model *at the start of the
-      round*, and ``on_evaluation(round, metrics, model)`` is called while the model is still in that state.
-      What is kept as best is then what was scored. (Runs of `pfl_ext.algorithms` score between rounds.)
-    * pfl's own privacy mechanisms are refused where their noise would come from the public seed, and any
-      mechanism whose bound on one user would not hold: before another postprocessor, in a cohort with a user
-      twice, and for an algorithm that does not say in its ``refusals`` that privacy has been argued.
+    * The cohort and every seed of a round are functions of (seed, round). They do not depend on earlier
+      draws, so a resumed run repeats nothing.
+    * Users are not scored before and after their local training in evaluation rounds (pfl scores each user
+      on its own training images).
+    * The validation population of pfl's ``FederatedNNAlgorithm`` is not a cohort of users but one split that
+      the server holds. Every ``evaluation_frequency`` rounds ``evaluation`` scores the model *at the start of
+      the round*, and ``on_evaluation(round, metrics, model)`` is called before the model changes. So the
+      model kept as best is the one that was scored. (Runs of `pfl_ext.algorithms` score between rounds.)
+    * pfl's own privacy mechanisms are refused where their noise would come from the public seed. Any
+      mechanism is refused where its bound on one user would not hold: before another postprocessor, for a
+      cohort with a user twice, and for an algorithm whose ``refusals`` refuse privacy.
 
     An algorithm that adds up many users by itself (`AddsUsers`) is asked for their sum, not for each user.
 
-    ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
-    loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
+    ``engine`` trains the cohort instead of pfl's loop, with the same result up to rounding. With None, or,
+    after a line on the screen, where the engine does not know the algorithm, pfl's loop trains.
 
     Args:
         evaluation: scores a model on the central split; needed where pfl's algorithm has a validation cohort.
-        accumulate: precision of the sum over users.
-        config_hash: compared between workers, with the round and its cohort, before each reduction.
-        check: compares the engine with pfl's loop at the first cohort on a GPU; None: it is relied on.
-        tuner: arranges the engine by timing users of the first cohort; None: it stays as it is.
+        accumulate: data type of the sum over users.
+        config_hash: is compared between workers, with the round and its cohort, before each reduction.
+        check: compares the engine with pfl's loop for the first cohort on a GPU; None: no comparison.
+        tuner: arranges the engine by timing users of the first cohort; None: the arrangement stays.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """pfl's method, but the event loop that ``FederatedAlgorithm.run`` goes on with stays open."""
+        """pfl's method, except that the event loop which ``FederatedAlgorithm.run`` uses later stays open."""
         work = self.async_gather_results(model, training_algorithm, central_context=central_context)
         with no_running_loop(), contextlib.closing(asyncio.new_event_loop()) as loop:
             return loop.run_until_complete(work)
@@ -230,7 +230,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         return stats, metrics | losses
 
     def _refuse(self, algorithm: Any, cohort: IntArray) -> None:
-        """Refuse what the algorithm cannot be combined with, and a private cohort with a user twice."""
+        """Refuse combinations that the algorithm refuses, and a private cohort with a user twice."""
         twice = len(np.unique(cohort)) != len(cohort)
         if twice and self._is_private:
             raise ValueError(
@@ -261,7 +261,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def _holds(
         self, local: LocalTraining, rule: Rule, model: PyTorchModel, algorithm: Any, context: CentralContext
     ) -> bool:
-        """Whether the engine may train; a GPU's, or by `CheckOnCpu`, is first compared with pfl's loop."""
+        """Whether the engine may train; on a GPU or with `CheckOnCpu`, after a comparison with pfl's loop."""
         check, engine = self._check, self.engine
         assert engine is not None
         few = few_of(self._images.members(context.cohort_size)) if check is not None else []
@@ -285,7 +285,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         return self.engine is not None
 
     def _only_norms_matter(self) -> bool:
-        """Whether all that is done to a user's update is weighting, and scaling by its norms once at most."""
+        """Whether a user's update is only weighted, and scaled by its norms at most once."""
         weightings = [p for p in self._postprocessors if type(p) in (WeightByDatapoints, WeightByUser)]
         if len(weightings) != 1:
             return False
@@ -296,14 +296,14 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def _train_cohort(
         self, engine: CohortEngine, local: LocalTraining, context: CentralContext, rule: Rule
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
+        """The worker's sum of weighted, clipped updates, and its metrics under pfl's names."""
         by_images, scaling = self._weighting()
         workers, cohort = get_ops().distributed, self._images.members(context.cohort_size)
 
         def weight(member: Member) -> float:
             return float(member.num_images) if by_images else 1.0
 
-        if self._tuner is not None and rule.correction is None:  # which training changes
+        if self._tuner is not None and rule.correction is None:  # timing would change it
             self._tuner.tune(engine, Round(self._images, cohort, local, weight, scaling, rule))
             self._tuner = None
         tasks = engine.tasks(cohort, local, scaling)
@@ -328,7 +328,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def _add_cohort(
         self, algorithm: AddsUsers, context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """The worker's sum of what users send, clipped where the run is private, and its metrics."""
+        """The worker's sum of what users send (clipped if the run is private), and its metrics."""
         by_images, scaling = self._weighting()
         assert not by_images, "every user has the weight 1"
         private = scaling if isinstance(scaling, PrivateMean) else None
@@ -343,7 +343,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         return stats, metrics
 
     def _weighting(self) -> tuple[bool, ScalesUpdates | None]:
-        """Whether users weigh by their images, and what scales updates; where `_only_norms_matter`."""
+        """Whether users are weighted by images, and what scales updates; only if `_only_norms_matter`."""
         by_images = any(isinstance(p, WeightByDatapoints) for p in self._postprocessors)
         scales = [p for p in self._postprocessors if isinstance(p, (BoundedUpdates, PrivateMean))]
         if by_images and self._is_private:
@@ -353,7 +353,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def _finish(
         self, context: CentralContext, stats: MappedVectorStatistics, metrics: Metrics
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """What pfl does once a worker's users are trained: reduce over workers, postprocess on the server."""
+        """As pfl does after training: reduce over workers, then postprocess on the server."""
         if get_ops().distributed.world_size > 1:
             stats, metrics = self._aggregator.worker_reduce(
                 aggregated_worker_stats=stats, central_context=context, aggregated_worker_metrics=metrics
@@ -372,7 +372,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
 
 
 def _cohort_metrics(population: Population, users: int, images: int) -> Metrics:
-    """The cohort's metrics, under pfl's names."""
+    """The metrics of a cohort, under pfl's names."""
     metrics = Metrics()
     metrics[get_num_devices_weight_name(population)] = users
     metrics[get_num_datapoints_weight_name(population)] = Weighted(images, users)

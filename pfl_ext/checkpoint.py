@@ -1,8 +1,9 @@
-"""One atomic file from which a run goes on as if it had never stopped. Nothing is pickled.
+"""Checkpoints: one file, written atomically, from which a run continues as if it had never stopped.
 
-A checkpoint is a safetensors file whose metadata hold a JSON state and a SHA-256 over state and tensors. It
-is written beside the old one, flushed to the disk, read back and compared before it takes the name; the old
-one stays as ``NAME.previous`` until the next, and is what is loaded where the newest turns out damaged.
+A checkpoint is a safetensors file whose metadata hold a JSON state and a SHA-256 over state and tensors;
+nothing is pickled. It is written beside the old one, flushed to the disk, read back and compared before it
+takes the name. The old one is kept as ``NAME.previous`` until the next, and is loaded if the newest is
+damaged.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from dataset.files import HALF_WRITTEN, locked, replacing, sync
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that `dataset.files.write_json` wrote.
+    """Read a JSON object that `dataset.files.write_json` wrote.
 
     Raises:
-        ValueError: when it is none; the sentence names the file.
+        ValueError: when the file holds no JSON object; the message names the file.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -39,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def previous(path: Path) -> Path:
-    """Where the checkpoint before the newest is kept."""
+    """The path of the checkpoint before the newest."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
@@ -59,10 +60,10 @@ def save(
     """Write tensors and a JSON state into one safetensors file, atomically, and read it back.
 
     Args:
-        keep_previous: keep what the name held before as `previous`.
+        keep_previous: whether to keep the old file as `previous`.
 
     Raises:
-        OSError: when the disk is full, say; what the file held before is whole then.
+        OSError: for example when the disk is full; the old file is then unchanged.
     """
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(dict(state), allow_nan=False)
@@ -81,7 +82,7 @@ def save(
 
 
 def _keep(path: Path) -> None:
-    """Give the file its second name; the first is never without a file, where the disk has hard links."""
+    """Give the file a second name. With hard links, the first name always has a file."""
     link = path.with_name(f".{path.name}.{os.getpid()}.link.partial")
     try:
         os.link(path, link)
@@ -89,11 +90,11 @@ def _keep(path: Path) -> None:
         os.replace(path, previous(path))
     else:
         os.replace(link, previous(path))
-        link.unlink(missing_ok=True)  # where both names are of one file already, replacing does nothing
+        link.unlink(missing_ok=True)  # if both names have one file already, replace does nothing
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What `save` wrote.
+    """Read the tensors and the state that `save` wrote.
 
     Raises:
         ValueError: when the file is not a whole checkpoint.
@@ -110,10 +111,10 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def load_newest(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
-    """The newest whole checkpoint of a name, and a sentence where that is not the last one.
+    """The newest undamaged checkpoint of a name, and a sentence if that is not the last one.
 
     Raises:
-        ValueError: when neither it nor the one before is whole.
+        ValueError: when the last one and the one before are both damaged.
     """
     try:
         if path.exists():
@@ -136,12 +137,12 @@ def _remove_half_written(directory: Path) -> None:
 
 @contextlib.contextmanager
 def sole_owner(directory: Path) -> Iterator[None]:
-    """Hold a directory for this process, on file systems that have locks; a killed process holds nothing.
+    """Lock a directory for this process, on file systems with locks; the lock of a killed process is gone.
 
-    What one that was killed left half written is removed, one folder deep.
+    Half-written files of killed processes are removed, one folder deep.
 
     Raises:
-        ValueError: when another process holds it.
+        ValueError: when another process has the lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     refusal = f"{directory} is in use by another process: wait for its end, or choose another directory"
@@ -163,7 +164,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave; parameter groups keep their settings."""
+    """Restore the state from `optimizer_tensors`. Parameter groups keep their settings."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         number, name = key.split("/")
@@ -172,7 +173,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, to
 
 
 MODEL, SERVER = "model/", "optimizer/"
-"""What the names of a model's tensors in a checkpoint begin with, and those of its optimiser."""
+"""Prefixes of names in a checkpoint: of a model's tensors, and of its optimiser's."""
 
 
 def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -187,6 +188,6 @@ def model_tensors(model: PyTorchModel) -> dict[str, torch.Tensor]:
 
 
 def restore_model(model: PyTorchModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `model_tensors` gave."""
+    """Restore a model and its central optimiser from `model_tensors`."""
     model.pytorch_model.load_state_dict(part(tensors, MODEL))
     restore_optimizer(model._central_optimizer, part(tensors, SERVER))

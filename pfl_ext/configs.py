@@ -1,8 +1,8 @@
-"""What the config dataclasses of this package share.
+"""Types and settings that the config dataclasses of this package share.
 
-A config dataclass stands next to the code that uses it, checks its values when it is made, and is a section
-of a run's config, or a part of one: a value is declared once and handed on whole. A field's docstring is one
-line that says what it is, with its unit; ``--help`` shows it.
+A config dataclass stands next to the code that uses it and checks its values when it is made. It is a section
+of a run's config, or a part of one, so that every value is declared once and passed on whole. A field's
+docstring is one line that says what it is, with its unit; ``--help`` shows it.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, config=STRICT)
 class NoOptions:
-    """Options of an algorithm or optimiser that has none."""
+    """The options of an algorithm or optimiser without options."""

@@ -1,4 +1,4 @@
-"""The engine and pfl's loop train the same few users of a cohort, for `pfl_ext.engine.selfcheck`."""
+"""Trains the same few users with the engine and with pfl's loop, for `pfl_ext.engine.selfcheck`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Sent = dict[str, Tensor]
 
 
 def few_of(members: Sequence[Member]) -> list[Member]:
-    """The two users with the fewest steps, and another of those with several."""
+    """The two users with the fewest steps, and one more with several steps."""
     by_steps = sorted((m for m in members if m.num_images), key=lambda m: (m.num_steps, m.num_images))
     several = [m for m in by_steps[2:] if m.num_steps > 1]
     return [*by_steps[:2], *several[:1]]
 
 
 def added_up(each: Iterable[Sent]) -> Sent:
-    """The sum of what users send, in memory of its own."""
+    """The sum of what users send, in new memory."""
     total: Sent = {}
     for sent in each:
         total = {name: total[name] + t if total else t.clone() for name, t in sent.items()}
@@ -43,7 +43,7 @@ def added_up(each: Iterable[Sent]) -> Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The users, and how they are trained."""
+    """The users of the comparison, and how they are trained."""
 
     engine: CohortEngine
     images: FederatedImageDataset
@@ -56,10 +56,10 @@ class Trial:
     postprocessors: Sequence[Postprocessor]
     """What is done to each user's update."""
     weighting: tuple[bool, ScalesUpdates | None] | None
-    """Whether users weigh by their images, and the mechanism; None: the engine trains them one by one."""
+    """Whether users are weighted by images, and the mechanism; None: the engine trains users one by one."""
 
     def settled(self, check: SelfCheck) -> bool:
-        """Whether there is a path for the engine, which it then takes; the same one on all workers."""
+        """Find a path that passes and set the engine to it; the same on all workers. False if none passes."""
         private = None if self.weighting is None else self.weighting[1]
         bound = None if private is None else (type(private).__name__, private.clipping_bound)
         key = fingerprint(repr(self.model.pytorch_model), self.local.form, bound)
@@ -98,7 +98,7 @@ class Trial:
 
     def exact(self) -> Sent:
         """The sum by pfl's loop, in float32."""
-        with mock.patch.object(self.model, "_amp_context", None):  # of which pfl has no setter
+        with mock.patch.object(self.model, "_amp_context", None):  # pfl has no setter
             return self.theirs()
 
     def _sent(self, member: Member) -> Sent:

@@ -1,4 +1,4 @@
-"""Scoring a whole split centrally, in batches, each worker its share.
+"""Scores a whole split centrally, in batches; each worker scores its share.
 
 Shape letters: n images of a worker's share.
 """
@@ -26,13 +26,13 @@ from pfl_ext.tasks.task import Task
 LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")
 KEPT = 0.1
-"""Share of a GPU's free memory: a split that takes less stays there from one evaluation to the next."""
+"""Share of a GPU's free memory. A split that takes less stays there from one evaluation to the next."""
 Batch = tuple[Tensor, Tensor, Annotations]
 
 
 @dataclass(frozen=True)
 class CentralEvaluation:
-    """One split to be scored, and how."""
+    """Scores one split."""
 
     store: ImageStore
     batch_size: int = 256
@@ -41,7 +41,7 @@ class CentralEvaluation:
 
     @property
     def num_images(self) -> int:
-        """N."""
+        """N, the number of images of the split."""
         return int(self.store.user_offsets[-1])
 
     @torch.no_grad()
@@ -49,8 +49,8 @@ class CentralEvaluation:
         """Loss and scores of the split, summed over batches and workers.
 
         `SCORES` are the statistics of the model's task. Each worker reads only its own contiguous share of
-        the rows. On a CUDA device losses and predictions stay there to the end of the share and come back in
-        one transfer; images and targets stay too where `KEPT` allows, and are not read again.
+        the rows. On a CUDA device losses and predictions stay there until the end of the share and are copied
+        back in one transfer. Images and targets also stay there, if `KEPT` allows, and are not read again.
         """
         world_size, rank = get_ops().distributed.world_size, get_ops().distributed.global_rank
         edges = (np.arange(world_size + 1, dtype=np.int64) * self.num_images) // world_size
@@ -63,7 +63,7 @@ class CentralEvaluation:
         return ops.all_reduce_metrics(metrics) if world_size > 1 else metrics
 
     def _share(self, model: PyTorchModel, rows: IntArray) -> Metrics:
-        """The metrics of n rows ``[n]``."""
+        """The metrics of some rows ``[n]``."""
         module, device = model.pytorch_model, get_default_device()
         losses, predictions, annotations = [], [], [self.store.targets(rows[:0])]
         for images, targets, stored in self._kept or self._read(module.task, rows, device):
@@ -78,7 +78,7 @@ class CentralEvaluation:
         return Metrics([(LOSS, Weighted(loss, len(rows))), (SCORES, scores)])
 
     def _read(self, task: Task, rows: IntArray, device: torch.device) -> Iterator[Batch]:
-        """Images on the device, targets where they are scored, and annotations as the store holds them."""
+        """Images on the device, targets on the device that scores them, and annotations as stored."""
         on_gpu = device.type == "cuda"
         where = device if on_gpu else torch.device("cpu")  # Apple's devices have no float64
         room = torch.cuda.mem_get_info(device)[0] * KEPT if on_gpu else 0.0

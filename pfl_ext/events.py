@@ -1,4 +1,4 @@
-"""pfl awaits its results in an event loop of asyncio. A thread runs one at a time, in Jupyter always."""
+"""Lets pfl, which uses an asyncio event loop, run in a thread that has a running loop, as in Jupyter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_running_loop() -> Iterator[None]:
-    """Set the thread's running event loop aside, if there is one: within, another may run."""
+    """Set the thread's running event loop aside, if there is one. In this context another loop can run."""
     running = asyncio._get_running_loop()
     if running is None:
         yield

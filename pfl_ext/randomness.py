@@ -1,7 +1,7 @@
 """Randomness as a pure function of (seed, purpose, keys), usually (seed, purpose, round, user).
 
-No stream is ever continued: every draw names what it is for, so that cohorts, crops and noise do not
-depend on how many workers there are or on where a run was interrupted.
+No stream is ever continued. Every draw names its purpose, so that cohorts, crops and noise depend neither on
+the number of workers nor on where a run was interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Things that a config chooses by name. Each registers itself in a file of its package; there is no list."""
+"""Registries of things that a config chooses by name. A thing registers itself in a file of its package."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Registry(Generic[Thing]):
     """The things of one kind by name; a new one is a new file in the package.
 
     Args:
-        package: whose modules are imported before the first look, so that they register what they hold.
-        key: of the config, which names the thing.
+        package: its modules are imported before the first look-up, so that they register their things.
+        key: the config key that names a thing.
     """
 
     def __init__(self, package: str, key: str) -> None:
@@ -25,16 +25,16 @@ class Registry(Generic[Thing]):
         self._is_complete = False
 
     def add(self, name: str, thing: Thing) -> None:
-        """Take note of a thing.
+        """Register a thing.
 
         Raises:
-            ValueError: when there is another one of this name.
+            ValueError: when another thing has this name.
         """
         if self._things.setdefault(name, thing) is not thing:
             raise ValueError(f"there are two {self.key} {name}")
 
     def register(self, name: str) -> Callable[[Kept], Kept]:
-        """Decorator of a thing that the config's key chooses by this name."""
+        """Decorator that registers a thing under this name."""
 
         def decorate(thing: Kept) -> Kept:
             self.add(name, thing)  # type: ignore[arg-type]  # a class decorator keeps the class's own type
@@ -57,7 +57,7 @@ class Registry(Generic[Thing]):
         """The thing of this name.
 
         Raises:
-            ValueError: when there is none.
+            ValueError: when nothing has this name.
         """
         if name not in self.names():
             raise ValueError(f"{self.key} is {name!r}: choose one of {', '.join(self.names())}")

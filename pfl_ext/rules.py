@@ -1,5 +1,5 @@
-"""What an algorithm asks of users in one round, in a form that pfl's loop and the engine both carry out; and
-what it cannot be combined with.
+"""Rules: what users do in one round of an algorithm, for both pfl's loop and the engine. Also refusals: what
+an algorithm cannot be combined with.
 
 Letter: P parameters that are trained.
 """
@@ -23,10 +23,10 @@ Correction = Literal["gradient", "step"]
 momentum; or, times minus the learning rate, to the weights after each step of the optimiser."""
 
 Circumstance = Literal["privacy", "postprocessors", "workers", "replacement", "proportional"]
-"""What an algorithm may have to refuse: private training of either kind; pfl's postprocessors other than
-a weighting; several workers; users who come twice in a cohort; users drawn in proportion to their images."""
+"""What an algorithm may have to refuse: private training of either kind; pfl's postprocessors other than a
+weighting; several workers; users who come twice in a cohort; users drawn in proportion to their images."""
 Refusals = Mapping[Circumstance, str]
-"""The line that a user reads, by what is refused."""
+"""The error message, by what is refused."""
 PRIVACY_NOT_ARGUED: Refusals = {
     "privacy": "nobody has argued how much one user can change what this algorithm releases: choose "
     "algorithm fedavg or fedprox for private training"
@@ -34,23 +34,23 @@ PRIVACY_NOT_ARGUED: Refusals = {
 
 
 class UserRule(Protocol):
-    """What a rule asks of one user, where it asks something else of each."""
+    """One user's part of a rule that differs between users."""
 
     @property
     def correction(self) -> Mapping[str, Tensor]:
-        """What is added in every local step, by variable."""
+        """The correction that is added in every local step, by variable."""
         ...
 
     def finish(
         self, update: Mapping[str, Tensor], num_steps: int, gradient: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """Take note of the user's local training; what the user sends besides its update.
+        """Process the user's local training. Returns what the user sends besides its update.
 
         Args:
             update: the weights after local training minus those before, by variable.
-            num_steps: how many steps the user made.
-            gradient: of the mean loss of the user's images before the first step, if the rule asks for it and
-                the user has images.
+            num_steps: the number of steps that the user made.
+            gradient: the gradient of the mean loss of the user's images before the first step, if the rule
+                needs it and the user has images.
         """
         ...
 
@@ -63,7 +63,7 @@ class Rule:
     correction: Correction | None = None
     """Where each user's correction is added; None: there are no corrections, and `user` is not called."""
     corrects_all: bool = True
-    """Whether a correction may differ from 0 for weights that no image reaches: the engine keeps those."""
+    """Whether a correction may differ from 0 for weights that affect no image; the engine keeps those."""
     whole_gradient: bool = False
     """Whether `UserRule.finish` needs the gradient over all images of the user, in one more pass."""
 
@@ -72,16 +72,16 @@ class Rule:
 
     @property
     def sends_update_alone(self) -> bool:
-        """Whether a user's update, as it is, is all that the user sends."""
+        """Whether a user sends only its update, without scaling."""
         kind = type(self)
         return self.correction is None and kind.scale is Rule.scale and kind.counts is Rule.counts
 
     def scale(self, num_steps: int) -> float:
-        """What a user's update is multiplied by, in addition to its weight in the mean."""
+        """The factor of a user's update, in addition to its weight in the mean."""
         return 1.0
 
     def counts(self, num_steps: int) -> Mapping[str, float]:
-        """Numbers that a user sends besides its update; they are weighted and added up as the update is."""
+        """Numbers that a user sends besides its update; they are weighted and added up like the update."""
         return {}
 
     def user(self, user_id: str | None) -> UserRule:
@@ -89,11 +89,11 @@ class Rule:
         raise NotImplementedError
 
     def zeros(self) -> dict[str, Tensor]:
-        """What `UserRule.finish` gives, as zeros from which a sum over users starts."""
+        """Zeros in the form of `UserRule.finish`'s result, from which a sum over users starts."""
         return {}
 
     def statistics(self, update: MappedVectorStatistics, num_steps: int) -> MappedVectorStatistics:
-        """What a user sends, from its update; in place."""
+        """Turn a user's update into the statistics that it sends, in place."""
         if (scale := self.scale(num_steps)) != 1:
             for name in update:
                 update[name] *= scale
@@ -104,7 +104,7 @@ class Rule:
 
 
 class StepCounter:
-    """A user's data set that counts the batches it hands out."""
+    """A user's data set that counts the batches it yields."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset, self.num_steps = dataset, 0
@@ -135,7 +135,7 @@ PFLS_OWN: Mapping[type, Callable[[CentralContext], Rule]] = {
 
 
 def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rule | None:
-    """The rule of an algorithm in a round; None for one whose users do something else than rules can say."""
+    """The rule of an algorithm in a round; None if no rule can express what its users do."""
     if type(algorithm) in PFLS_OWN:
         return PFLS_OWN[type(algorithm)](context)
     maker: Callable[..., Rule] | None = getattr(algorithm, "rule", None)
@@ -143,10 +143,10 @@ def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rul
 
 
 def refusals_of(algorithm: Any) -> Refusals:
-    """What an algorithm cannot be combined with, whoever wrote it.
+    """What an algorithm, ours or another, cannot be combined with.
 
     pfl's FedAvg and FedProx send one update, which a mechanism clips. Any other algorithm must have
-    ``refusals``, which leave privacy out once it has been argued.
+    ``refusals``, which must include privacy unless it has been argued.
     """
     refusals: Refusals = getattr(algorithm, "refusals", PRIVACY_NOT_ARGUED)
     return {} if type(algorithm) in PFLS_OWN else refusals
@@ -156,7 +156,7 @@ def refuse(refusals: Refusals, **circumstances: bool) -> None:
     """Refuse the first of these circumstances that holds and has a refusal.
 
     Raises:
-        ValueError: the refusal.
+        ValueError: with the refusal as message.
     """
     for name, reason in refusals.items():
         if circumstances.get(name):

@@ -1,7 +1,7 @@
 """Learning rates over the rounds of a run, or over the epochs of centralised training.
 
-A rate is a pure function of the round, so a resumed run needs no scheduler, and a decay goes on from round to
-round: it does not begin again with each user.
+A rate is a pure function of the round, so a resumed run needs no scheduler. A decay continues from round to
+round and does not begin again with each user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schedule = Literal["constant", "warmup_linear", "poly", "cosine", "exponential"]
 Decay = Literal["constant", "poly", "cosine", "exponential"]
 MOST = float(torch.finfo(torch.float32).max)
 LEAST = float(torch.finfo(torch.float32).tiny)
-"""The least normal float32: with a smaller rate a step would be lost, and quotients by it be infinite."""
+"""The least normal float32. With a smaller rate, steps would be lost and quotients by it be infinite."""
 READ_BY: Mapping[str, Sequence[Schedule]] = {
     "warmup_rounds": ("warmup_linear",),
     "final_learning_rate": ("warmup_linear", "poly", "cosine"),
@@ -32,16 +32,16 @@ READ_BY: Mapping[str, Sequence[Schedule]] = {
 
 @dataclass(frozen=True, config=STRICT)
 class ScheduleConfig:
-    """How a learning rate goes from its first to its last value."""
+    """How a learning rate changes from its first to its last value."""
 
     schedule: Schedule = "constant"
     """The learning rate over the rounds; warmup_linear: from 0 straight up, then straight down."""
     final_learning_rate: NonNegativeFloat = 0.0
-    """What warmup_linear, poly and cosine lead to, which the round after the last would have."""
+    """Final rate of warmup_linear, poly and cosine, which the round after the last would have."""
     schedule_power: PositiveFloat = 1.0
-    """Power of poly, of the share of rounds that is left; 1: straight down."""
+    """Exponent of poly, applied to the share of rounds that is left; 1: straight down."""
     schedule_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Factor of exponential, from each round to the next; exponential needs one."""
+    """Factor of exponential from each round to the next, which it needs."""
 
     def scheduled(self, rate: float, step: int, num_steps: int) -> float:
         """The learning rate in round 0, 1, ... of ``num_steps``, from ``rate`` in round 0.
@@ -68,16 +68,16 @@ class ScheduleConfig:
         return self.final_learning_rate + (rate - self.final_learning_rate) * share
 
     def check_schedule(self, section: str, rate: float, num_steps: int, head: float = 1.0) -> None:
-        """Refuse a schedule that is no sequence of learning rates.
+        """Refuse a schedule whose values are no learning rates.
 
         Args:
-            section: of the config.
+            section: the config section.
             rate: the first learning rate.
-            num_steps: rounds or epochs.
-            head: the head's learning rate over the others'.
+            num_steps: number of rounds or epochs.
+            head: the head's learning rate relative to the others'.
 
         Raises:
-            ValueError: in one line.
+            ValueError: one line with the reason.
         """
         if self.schedule == "exponential" and self.schedule_factor is None:
             raise ValueError(
@@ -107,4 +107,4 @@ class DecayConfig(ScheduleConfig):
     """A schedule without a warm-up."""
 
     schedule: Decay = "constant"
-    """The learning rate over the rounds, or epochs: constant, or falling; not begun again for each user."""
+    """The learning rate over rounds or epochs: constant or falling; it does not restart with each user."""

@@ -1,4 +1,4 @@
-"""What is done to a user's update on its way to the server's sum, before it is weighted."""
+"""Base of the processing of a user's update before it is weighted and added to the server's sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pfl_ext.data.federated_dataset import IntArray
 
 
 class Stage(Postprocessor):
-    """One of pfl's postprocessors that knows which round it is for."""
+    """A pfl postprocessor that knows the current round."""
 
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""

@@ -14,10 +14,10 @@ from pfl_ext.workers.distributed import current
 
 
 class FlatSumAggregator(SumAggregator):
-    """pfl's sum, kept in ``dtype``, and over workers one reduction for statistics and metrics together.
+    """pfl's sum in ``dtype``, with one reduction over workers for statistics and metrics together.
 
-    float64 makes the sum the same, to 1e-15, in whatever order and on however many workers users come; in
-    float32 the order shows at 1e-7 of a round's update.
+    In float64 the sum is the same up to 1e-15 for any order of users and any number of workers. In float32
+    the order changes it by about 1e-7 of a round's update.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -25,7 +25,7 @@ class FlatSumAggregator(SumAggregator):
         self._dtype = dtype
 
     def accumulate(self, *, accumulated: Any, user_stats: Any) -> Any:
-        """The sum so far and one user more."""
+        """Add one more user to the sum so far."""
         if accumulated is None:
             return user_stats.apply_elementwise(lambda tensor: tensor.to(self._dtype))
         return super().accumulate(accumulated=accumulated, user_stats=user_stats)
@@ -37,7 +37,7 @@ class FlatSumAggregator(SumAggregator):
         central_context: CentralContext,
         aggregated_worker_metrics: Metrics,
     ) -> tuple[Any, Metrics]:
-        """Sums of all workers, on every worker."""
+        """The sums over all workers, on every worker."""
         workers = current()
         assert workers is not None, "several workers, but not connected through pfl_ext.workers.distributed"
         metadata, tensors = aggregated_worker_stats.get_weights()

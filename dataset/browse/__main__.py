@@ -2,9 +2,8 @@
 
     python -m dataset.browse FILE [--output PAGE.html] [--users 12] [--images 8] [--split train]
 
-The page is one HTML file that needs nothing but itself. Users and images are drawn by --seed. It ends where
---max_mb are reached, and says so. Images show people and places: do not publish a page of data that you may
-not publish.
+The page is one self-contained HTML file. Users and images are drawn by --seed. The page ends when --max_mb
+are reached, and says so. Images show people and places: publish a page only if you may publish its data.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _number(value: float) -> str:
 
 
 def about(file: DataFile) -> Html:
-    """What the file says of itself."""
+    """The file's description of itself."""
     lines = [
         join([tag("b", name), f": {file.provenance[name]}"]) for name in FACTS if file.provenance.get(name)
     ]
@@ -123,7 +122,7 @@ def sizes_chart(owners: Owners) -> Html:
 
 
 def labels_of(file: DataFile, split: str, owners: Owners, name: str, seed: int) -> Html:
-    """Images with each class, and how the users differ in them."""
+    """Number of images with each class, and how much users differ."""
     users = looked_at(owners, file.split(split), name, seed)
     rows = np.concatenate([owners.of(user) for user in users]) if users else np.empty(0, np.int64)
     found, sizes = label_counts(file, split, name, rows), owners.sizes[users]
@@ -158,7 +157,7 @@ def labels_of(file: DataFile, split: str, owners: Owners, name: str, seed: int) 
 
 
 def users_part(file: DataFile, options: argparse.Namespace, owners: Owners) -> tuple[Html, str]:
-    """The users that are shown; and what is said of them."""
+    """The part of the page with users, and a sentence about it."""
     users = chosen(owners, options.users, options.seed)
     room = options.max_mb * 1_000_000
     parts, drawn, used, shown_images, shown_users, full = [], frozenset[Any](), 0, 0, 0, False
@@ -192,7 +191,7 @@ def users_part(file: DataFile, options: argparse.Namespace, owners: Owners) -> t
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read, draw, write."""
+    """The command line."""
     options = _options(argv)
     output = output_file("--output", options.output)
     with DataFile(options.file) as file:

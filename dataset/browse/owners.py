@@ -22,7 +22,7 @@ from dataset.store.index import SplitIndex
 from dataset.store.views import PARTITIONED
 
 MOST_MASKS = 2000
-"""Masks that are decoded for the label skew, of whole users; it takes about ten seconds."""
+"""Most masks, of whole users, that are decoded for the label skew; they take about ten seconds."""
 SKEW_BINS = 10
 LONGEST = 2.0
 """The greatest L1 distance of two distributions."""
@@ -50,13 +50,13 @@ def owners_of(file: DataFile, split: str, partition: str | None) -> Owners:
     """The file's own users, or the clients of a partition of the training images.
 
     Args:
-        file: whose images they are.
-        split: of the file.
-        partition: one that the file holds, or a name that says what it is drawn from
+        file: the data file.
+        split: a split of the file.
+        partition: a partition of the file, or a name that says how to draw one
             (``lda-0.5-clients-10-seed-42``); None: the file's users.
 
     Raises:
-        ValueError: where there is no such partition.
+        ValueError: when there is no such partition.
     """
     index = file.split(split)
     if partition is None:
@@ -76,21 +76,21 @@ def owners_of(file: DataFile, split: str, partition: str | None) -> Owners:
 
 
 def chosen(owners: Owners, number: int, seed: int) -> list[int]:
-    """The users chosen: so many who have images, drawn by the seed, in the order of the draw."""
+    """Draw ``number`` of the users who have images, by the seed; in the order of the draw."""
     known = np.flatnonzero(owners.sizes > 0)
     rng = np.random.default_rng([zlib.crc32(b"browsed users"), seed])
     return [int(user) for user in rng.permutation(known)[:number]]
 
 
 def chosen_rows(owners: Owners, user: int, number: int, seed: int) -> IntArray:
-    """The images chosen: so many of a user, drawn by the seed and the user's id; in the order of the file."""
+    """Draw ``number`` images of a user, by the seed and the user's id; in the order of the file."""
     own = zlib.crc32(owners.user_ids[user].encode())
     rng = np.random.default_rng([zlib.crc32(b"browsed images"), seed, own])
     return np.sort(rng.permutation(owners.of(user))[:number])
 
 
 def size_counts(sizes: IntArray) -> dict[str, int]:
-    """How many users have how many images: by single numbers where there are few, else by powers of two."""
+    """Number of users by number of images: by single numbers if there are few, else by powers of two."""
     found = sizes[sizes > 0]
     if not len(found):
         return {}
@@ -107,7 +107,7 @@ def size_counts(sizes: IntArray) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Skew:
-    """How far the users' labels are from those of all users that were looked at."""
+    """The distances of users' label distributions from that of all counted users."""
 
     users: int
     """Number of users with at least one label."""
@@ -116,13 +116,13 @@ class Skew:
     mean: float
     """Mean of the distances, weighted by each user's number of labels."""
     at_random: float
-    """The mean where labels are dealt to the users at random: what few labels a user do by themselves."""
+    """The mean if labels were dealt to users at random: the part that comes from few labels a user."""
     classes: Mapping[str, int]
     """Users by the number of classes that they have."""
 
 
 def label_counts(file: DataFile, split: str, name: str, rows: IntArray) -> LabelMatrix:
-    """The classes that each of these images contains; background is none."""
+    """The classes that each of these images contains, without background."""
     annotation = file.split(split).annotations[name]
     if isinstance(annotation, Masks):
         mapping = file.label_mapping(name)
@@ -131,7 +131,7 @@ def label_counts(file: DataFile, split: str, name: str, rows: IntArray) -> Label
 
 
 def looked_at(owners: Owners, split: SplitIndex, name: str, seed: int) -> list[int]:
-    """The users whose labels are counted: all, or of masks so many that `MOST_MASKS` are decoded."""
+    """The users whose labels are counted: all, or for masks as many as `MOST_MASKS` allows."""
     users = chosen(owners, len(owners.user_ids), seed)
     if not isinstance(split.annotations[name], Masks):
         return users
@@ -140,10 +140,10 @@ def looked_at(owners: Owners, split: SplitIndex, name: str, seed: int) -> list[i
 
 
 def skew_of(found: LabelMatrix, sizes: IntArray, seed: int) -> Skew | None:
-    """The skew of users with so many images each, whose images' classes these are; None without labels.
+    """The skew of users with ``sizes`` images each, of the classes ``found``; None without labels.
 
-    The distance of a user is the L1 norm of q - p: q is the distribution of the user's labels over the
-    classes, p that of all labels. An image with several labels counts once for each.
+    The distance of a user is the L1 norm of q - p, where q is the distribution of the user's labels over the
+    classes and p that of all labels. An image with several labels counts once for each.
     """
     owner = np.repeat(np.repeat(np.arange(len(sizes)), sizes), np.diff(found.indptr))
     labels = found.indices.astype(np.int64)
@@ -167,7 +167,7 @@ def skew_of(found: LabelMatrix, sizes: IntArray, seed: int) -> Skew | None:
 
 
 def per_class(found: LabelMatrix, mapping: Mapping[str, int], most: int) -> tuple[dict[str, int], int]:
-    """Images with each class, the commonest first, at most so many; and how many other classes occur."""
+    """Number of images with each of the ``most`` commonest classes, and how many other classes occur."""
     counts: npt.NDArray[np.int64] = found.counts()
     names = {number: name for name, number in mapping.items()}
     order = [int(k) for k in np.argsort(-counts, kind="stable") if counts[k]]

@@ -1,4 +1,4 @@
-"""Small pictures of images with their masks and boxes drawn over them, and what they show in words."""
+"""Small pictures of images with their masks and boxes drawn over them, and descriptions in words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataset.store.hdf5 import DataFile
 QUALITY = 82
 GOLDEN = 0.618034
 OPAQUE = 0.55
-"""Share of a class's colour over an image; pixels without a class are left as they are."""
+"""Share of a class's colour over an image; pixels without a class are not changed."""
 TINY = 96
 """Images whose sides are below this are kept as they are, and the page shows their pixels as squares."""
 MOST_NAMES = 6
@@ -29,7 +29,7 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A picture and what is said of it."""
+    """A picture and its description."""
 
     html: Html
     size: int
@@ -39,11 +39,11 @@ class Thumbnail:
 
 
 def colour(number: int, of: int) -> tuple[int, int, int]:
-    """Colour of a class, RGB: as many hues as there are classes, far apart for numbers that are near.
+    """Colour of a class, RGB. There are as many hues as classes, and near numbers have distant hues.
 
     Args:
-        number: of the class.
-        of: how many classes there are.
+        number: the class number.
+        of: the number of classes.
     """
     step = next(n for n in range(max(round(GOLDEN * of), 1), 2 * of + 2) if math.gcd(n, of) == 1)
     share = 0.95 if number % 2 else 0.65
@@ -56,7 +56,7 @@ def thumbnail(file: DataFile, split: str, row: int, user: str, side: int) -> Thu
     """One image, no longer than ``side`` pixels, with its masks and boxes, and its labels below it.
 
     Raises:
-        ValueError: that names the image, where it or its mask cannot be read.
+        ValueError: when the image or its mask cannot be read; the message names the image.
     """
     index = file.split(split)
     (own,) = file.read_own(split, np.array([row], np.int64))

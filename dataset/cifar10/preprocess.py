@@ -70,7 +70,7 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(spec: Cifar, argv: Sequence[str]) -> None:
-    """Download or read, check, deal and write."""
+    """Download or read images and splits, check them, draw partitions, and write the file."""
     arguments = _arguments(spec, argv)
     output, folder = checked_places(arguments)
     kinds = _drawn_kinds(arguments)
@@ -147,7 +147,7 @@ def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
             f"SHA-256 of {spec.splits_archive} with --splits_sha256"
         )
     url = below(SPLITS_BASE if asked == OFFICIAL else asked, spec.splits_archive)
-    # One address's archive is never used for another's.
+    # The name holds the address, so an archive from another address is never used.
     target = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{spec.splits_archive}"
     try:
         fetch_checked(url, target, "sha256", sha256.lower())
@@ -166,7 +166,7 @@ def _has_splits(spec: Cifar, folder: Path) -> bool:
 
 
 def _place(spec: Cifar, place: Path) -> Path:
-    """A folder's CSVs, or the zip archive that it holds."""
+    """The folder with the CSVs, or the zip archive in it."""
     if not place.exists():
         raise ValueError(
             f"--splits {place} is none of official, none, a folder, a zip archive and an address (http...)"
@@ -177,7 +177,7 @@ def _place(spec: Cifar, place: Path) -> Path:
 
 
 def _drawn_kinds(arguments: argparse.Namespace) -> dict[str, Recipe]:
-    """The partitions that are to be drawn."""
+    """The partitions that the arguments ask to draw."""
     if arguments.alphas:
         print(
             "--alphas is the old name of --dirichlet_total: alpha is the sum over the classes; "

@@ -1,11 +1,11 @@
 """CIFAR-10 and CIFAR-100 with federated splits of their training images, as one HDF5 file of raw pixels.
 
 The images come from the official binary archives (those for Python hold pickles, which this project does
-not load) or from parquet files as on Hugging Face; both keep the official order, on which the image ids of
-Google's splits rest. Shape letters: N images of a split, K classes.
+not load) or from parquet files as on Hugging Face. Both have the official order, to which the image ids of
+Google's splits refer. Shape letters: N images of a split, K classes.
 
-The file's own users are one for each split, who owns everything; each CSV ``federated_train_alpha_A.csv``
-becomes the partition ``alpha-A``. Our own sampler (`dataset.partitions.dirichlet`) makes partitions called
+The file has one user for each split, who owns all of its images. Each CSV ``federated_train_alpha_A.csv``
+becomes the partition ``alpha-A``. Our own sampler (`dataset.partitions.dirichlet`) draws the partitions
 ``dirichlet-total-A-seed-S`` and ``dirichlet-per-class-A-seed-S``.
 """
 
@@ -57,7 +57,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Cifar:
-    """What one of the two data sets is, and where it is to be had."""
+    """The description of one of the two data sets, and where to download it."""
 
     name: str
     classes: tuple[str, ...]  # [K], in the order of the labels' numbers, which is alphabetical
@@ -86,7 +86,7 @@ class Images:
 
 
 class CifarSource(Source):
-    """The two splits; everything of a split has one user."""
+    """The two splits. All images of a split have one user."""
 
     def __init__(self, spec: Cifar, splits: Mapping[str, Images], **details: Any) -> None:
         count, columns = sum(len(images.classes) for images in splits.values()), schema({"labels": "class"})
@@ -125,7 +125,7 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
     """The images in a folder: parquet, the official binary archive, or what it holds.
 
     Raises:
-        ValueError: when there is none, or it is damaged, or holds a class that there is not.
+        ValueError: when there are no images, or they are damaged or have an unknown class.
     """
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     parquet = [path for path in found if path.suffix == ".parquet"]
@@ -163,10 +163,10 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
 
 
 def planes_as_rows(pixels: ByteArray) -> ByteArray:
-    """The pixels' bytes, colour after colour, read as if pixel after pixel; ``[N, 32, 32, 3]`` both.
+    """The pixels' bytes in the order of colour planes, read as if in pixel order; ``[N, 32, 32, 3]`` both.
 
-    A pixel of the outcome is three neighbours in one colour of the image, and a row of it is three rows of
-    the image; its top third is red, its middle green and its bottom blue.
+    A pixel of the result is three neighbours in one colour of the image, and a row of it is three rows of the
+    image. The top third is from red, the middle from green and the bottom from blue.
     """
     return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(pixels.shape)
 

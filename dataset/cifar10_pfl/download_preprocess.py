@@ -4,8 +4,8 @@
 
 CIFAR's files hold an image as three planes of 32 x 32, one for each colour. The benchmark's script (apple/
 pfl-research, benchmarks/dataset/cifar10/download_preprocess.py) reads those bytes as 32 x 32 pixels of three
-colours, so that its network sees no picture (`dataset.cifar10.source.planes_as_rows`). This file is for
-comparisons with that benchmark only. For the options, see `dataset.cifar10.download_preprocess`.
+colours, so its network does not see real pictures (`dataset.cifar10.source.planes_as_rows`). This file is
+only for comparisons with that benchmark. For the options, see `dataset.cifar10.download_preprocess`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m dataset.cityscapes.download_preprocess --source DIR --output_file F [--users sequence]
 
 DIR holds ``gtFine`` and ``leftImg8bit`` (`dataset.cityscapes.source`), or their two archives, which
-cityscapes-dataset.com gives out after a login. The other way to deal the images becomes a partition; most
-sequences have a single annotated frame. The published val becomes the file's test, as nobody has test's masks
-(``--val_as val`` keeps its name).
+cityscapes-dataset.com offers after a login. The other way to deal the images becomes a partition; most
+sequences have a single annotated frame. The published val becomes the file's test, since the masks of test
+are not published (``--val_as val`` keeps its name).
 """
 
 from __future__ import annotations

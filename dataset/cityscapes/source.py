@@ -3,9 +3,9 @@
     leftImg8bit/train/aachen/aachen_000000_000019_leftImg8bit.png
     gtFine/train/aachen/aachen_000000_000019_gtFine_labelIds.png
 
-Any folders may stand above these. A name has the city, the number of a drive's sequence, and the frame in it.
-The annotations of test are not published, so test is left out. Of 34 label ids 19 are the classes that are
-evaluated (Cordts et al. 2016, arXiv 1604.01685, section 2); pixels of the others are void.
+There may be any folders above these. A name has the city, the number of a drive's sequence, and the frame in
+it. The annotations of test are not published, so test is left out. 19 of the 34 label ids are evaluated as
+classes (Cordts et al. 2016, arXiv 1604.01685, section 2); pixels of the others are void.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
+    """Read the annotations; see `dataset.fetch.annotated.Layout.read`."""
     records, cities, sequences, ids = [], dict[str, str](), dict[str, str](), dict[str, str]()
     for name in sorted(file for file in files if file != USERS_CSV):
         where = f"{origin}: gtFine/{name}"
@@ -83,7 +83,7 @@ def mask_png(content: bytes, origin: str) -> bytes:
     """A mask of label ids as one of train ids, both PNG.
 
     Raises:
-        ValueError: that names the file, where it is no mask, or has an id that is none.
+        ValueError: when it is no mask, or has an unknown id; the message names the file.
     """
     try:
         mask = read_mask(content)

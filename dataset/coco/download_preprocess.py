@@ -2,8 +2,8 @@
 
     python -m dataset.coco.download_preprocess --output_file F [--source DIR] [--annotation boxes|mask]
 
-Nobody is known who took the images: draw clients with ``python -m dataset.partitions``, or give
-``--users_csv``. ``--source DIR`` takes the archives, or any folder in their layout (`dataset.fetch.coco`).
+The photographers are not known: draw clients with ``python -m dataset.partitions``, or give ``--users_csv``.
+``--source DIR`` takes the archives, or any folder in their layout (`dataset.fetch.coco`).
 The test images have no published annotations and are left out; ``--val_as test`` makes val the file's test.
 """
 

@@ -1,4 +1,4 @@
-"""Image files of a folder, named by a list that anybody may have written: none outside the folder is read."""
+"""Image files of a folder, named by an untrusted list. No file outside the folder is read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Folder:
     """A folder of images.
 
     Args:
-        option: of the command line, for errors.
-        root: its value.
+        option: the option of the command line, for errors.
+        root: its value, the folder.
 
     Raises:
-        ValueError: where there is no such folder.
+        ValueError: when there is no such folder.
     """
 
     def __init__(self, option: str, root: Path) -> None:
@@ -37,7 +37,7 @@ class Folder:
         """The path of a file that a list names, below the folder.
 
         Raises:
-            ValueError: that says where, for an absolute path, and one that leaves the folder.
+            ValueError: for an absolute path, or one that leaves the folder; the message has ``where``.
         """
         path = PurePosixPath(name)
         if not name or path.is_absolute() or ".." in path.parts or "\0" in name or path == PurePosixPath():
@@ -45,11 +45,11 @@ class Folder:
         return path
 
     def size(self, path: PurePosixPath, where: str) -> tuple[int, int]:
-        """Bytes and time of a file; -1 and 0 where there is none.
+        """Size in bytes and time of a file; -1 and 0 if it does not exist.
 
         Raises:
-            ValueError: that says where, for a link that leads out of the folder, what is no file, and a file
-                of more bytes than any image has.
+            ValueError: for a link out of the folder, anything that is no file, and a file larger than any
+                image; the message has ``where``.
         """
         full = self.root / path
         real = f"{self._real_folder(full.parent)}/{full.name}"
@@ -71,7 +71,7 @@ class Folder:
 
 
 class FileRows(Rows):
-    """`Rows` whose images are files of a folder; the path below it is the image's id."""
+    """`Rows` whose images are files of a folder. The path below the folder is the image's id."""
 
     def __init__(self, folder: Folder, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -80,10 +80,10 @@ class FileRows(Rows):
         self._digest = hashlib.sha256(str(folder.root.resolve()).encode())
 
     def put(self, where: str, client: object, path: str, split: str | None, labels: list[object]) -> None:
-        """One record.
+        """Add one record.
 
         Raises:
-            ValueError: as `Rows.add` and `Folder`.
+            ValueError: as `Rows.add` and `Folder` do.
         """
         inside = self.folder.named(path, where)
         self.add(where, client, str(inside), split, labels)
@@ -92,7 +92,7 @@ class FileRows(Rows):
         self._digest.update(f"{size} {time}\n".encode())
 
     def part(self, name: str, place: object) -> Part:
-        """The records that were put, and their images; ``place`` as in `Part`."""
+        """The records that were added, with their images; ``place`` as in `Part`."""
         table, root = self.table(), self.folder.root
         ids = table["image_id"]
 

@@ -19,14 +19,14 @@ _RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a CSV; an empty name stands for a column that there is not.
+    """The names of a CSV's columns. An empty name means that there is no such column.
 
     Attributes:
-        path: of the images.
-        client: whose each is.
-        label: its class, or labels with ``separator`` between them.
-        split: train, val, validation or test.
-        fine: its class, or labels, of a second, finer kind.
+        path: column of the images' paths.
+        client: column of their owners.
+        label: column of an image's class, or of labels with ``separator`` between them.
+        split: column of train, val, validation or test.
+        fine: column of an image's class, or labels, of a second, finer kind.
         separator: between several labels; empty: an image has one label.
     """
 
@@ -54,15 +54,15 @@ def listed(
     """The images that CSVs list.
 
     Args:
-        folder: of the images.
+        folder: the images' folder.
         tables: the CSVs, each with the split of its images, or None.
-        columns: of the CSVs.
+        columns: the CSVs' columns.
         names: the classes of each annotation.
-        suffix: what is added to a path, such as ``.jpg``.
-        in_split_folder: whether an image may lie in a folder of its split's name, as in FedScale's data.
+        suffix: is added to each path, such as ``.jpg``.
+        in_split_folder: whether an image may be in a folder named after its split, as in FedScale's data.
 
     Raises:
-        ValueError: in one line that names file and line.
+        ValueError: one line that names file and line.
     """
     kinds = _kinds(bool(columns.fine), columns.separator)
     parts: list[Part] = []
@@ -114,12 +114,12 @@ def unread_columns(table: Path, columns: Columns) -> list[str]:
 def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
     """The images of ``client/class/file`` or ``split/client/class/file``.
 
-    The first folders are splits where all of them are called so. Hidden files and those that systems leave
-    behind are not looked at.
+    The first folders are splits if all of them have names of splits. Hidden files and those that operating
+    systems leave behind are ignored.
 
     Raises:
-        ValueError: in one line that names the path: for a client without images, an image that lies too high
-            or too deep, a link that leads out of the folder, and no image at all.
+        ValueError: one line that names the path, for a client without images, an image at a wrong depth, a
+            link out of the folder, or when there is no image at all.
     """
     tops = [path for path in _inside(folder, PurePosixPath()) if _is_folder(folder, path)]
     called = [path for path in tops if path.name in SPLIT_NAMES]
@@ -147,7 +147,7 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
 
 
 def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows: FileRows) -> int:
-    """Put the images of a client; returns how many there are."""
+    """Add the images of a client, and return their number."""
     count = 0
     _refuse_images(folder, client)
     for label in _inside(folder, client):
@@ -163,7 +163,7 @@ def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows:
 
 
 def _inside(folder: Folder, path: PurePosixPath) -> Iterator[PurePosixPath]:
-    """What a folder below the root holds, in alphabetical order."""
+    """The content of a folder below the root, in alphabetical order."""
     try:
         found = sorted(child.name for child in (folder.root / path).iterdir())
     except OSError as error:
@@ -176,7 +176,7 @@ def _is_folder(folder: Folder, path: PurePosixPath) -> bool:
 
 
 def _refuse_images(folder: Folder, path: PurePosixPath) -> None:
-    """ValueError for an image in a folder that has folders alone: it would be lost."""
+    """Raise ValueError for an image in a folder that should have only folders, since it would be lost."""
     for file in _inside(folder, path):
         if file.suffix.lower() in IMAGE_SUFFIXES and not _is_folder(folder, file):
             raise ValueError(f"{folder.root / file} lies too high: images lie in client/class/")
@@ -185,16 +185,16 @@ def _refuse_images(folder: Folder, path: PurePosixPath) -> None:
 def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
     """FedScale's ``client_data_mapping``: ``train.csv``, ``val.csv``, ``test.csv``, or one CSV.
 
-    The columns are the client, the path, the class name and the class number, whatever they are called; the
-    last one is the label, and there may be others before it.
+    The columns are the client, the path, the class name and the class number, under any names. The last
+    column is the label, and there may be further columns before it.
 
     Args:
-        folder: of the images, which may lie in a folder of their split's name.
-        place: of the CSVs.
-        given: the class names by number; None: the names beside the numbers, where each number has one.
+        folder: the images' folder; images may be in a subfolder named after their split.
+        place: the folder of the CSVs, or one CSV.
+        given: the class names by number; None: the names beside the numbers, if each number has one.
 
     Raises:
-        ValueError: in one line that names file and line.
+        ValueError: one line that names file and line.
     """
     tables: list[tuple[Path, str | None]] = [(place, None)]
     if place.is_dir():
@@ -217,7 +217,7 @@ def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
 
 
 def _named_numbers(tables: Sequence[Path], name_column: str, number_column: str) -> list[str] | None:
-    """The class names by number; None where a number has none, or two, or two numbers have one."""
+    """The class names by number; None unless each number has exactly one name and each name one number."""
     found: dict[int, str] = {}
     for table in tables:
         for _, (name, number) in table_rows(table, [name_column, number_column]):

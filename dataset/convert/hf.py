@@ -1,7 +1,7 @@
 """A Hugging Face data set with a client column: parquet files, or a folder of ``save_to_disk``.
 
-Both are read by pyarrow; the ``datasets`` package is not needed. The features that it writes into its files
-give the names of classes.
+pyarrow reads both; the ``datasets`` package is not needed. Class names come from the features that
+``datasets`` writes into its files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_STATE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a data set; an empty name stands for a column that there is not."""
+    """The names of a data set's columns. An empty name means that there is no such column."""
 
     client: str
     image: str = "image"
@@ -79,10 +79,10 @@ def _arrow_batches(path: Path, columns: list[str], start: int) -> Iterator[Any]:
 
 
 def files_of(place: Path) -> list[_File]:
-    """The files of a data set, with the splits that their names or folders say.
+    """The files of a data set, with the splits from their names or folders.
 
     Raises:
-        ValueError: where there are none, and where only some of them have a split.
+        ValueError: when there are no files, or only some of them have a split.
     """
     if place.is_file():
         return [_File(place, place.stem, None)]
@@ -136,7 +136,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def _plain(name: object, place: Path) -> str:
-    """The name of a file or folder, and not a path that leads elsewhere."""
+    """A name of a file or folder, checked to be no path that leads elsewhere."""
     if not isinstance(name, str) or not name or Path(name).name != name:
         raise ValueError(f"{place} names the file {shown(name)}, which is none in its folder")
     return name
@@ -171,15 +171,15 @@ def _class_names(schema: pa.Schema, column: str) -> list[str] | None:
 
 
 def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
-    """What the files of a data set hold.
+    """Read the files of a data set.
 
     Args:
         place: a folder, or a file.
-        columns: of the data set.
-        given: the class names of the label, in the order of their numbers; None: those that the files name.
+        columns: the data set's columns.
+        given: the class names of the label, in the order of their numbers; None: those in the files.
 
     Raises:
-        ValueError: in one line that names file and row.
+        ValueError: one line that names file and row.
     """
     files = files_of(place)
     schema = files[0].schema()

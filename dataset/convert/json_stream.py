@@ -1,7 +1,7 @@
-"""The members of one large JSON object, a value at a time: gigabytes are read, and megabytes held.
+"""Reads the members of one large JSON object one by one, in megabytes of memory for a file of gigabytes.
 
-ijson, the library for this, gives an event for each number; the standard library's parser, on a buffer that
-grows until a value is whole, reads LEAF's lists of pixels several times as fast.
+ijson, the library for this, creates an event for each number. The standard library's parser, on a buffer that
+grows until a value is complete, reads LEAF's lists of pixels several times as fast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 MOST = 1 << 27
-"""Characters of one value."""
+"""Most characters of one value."""
 _BLOCK = 1 << 20
 _SPACE = " \t\r\n"
 _IN_NUMBERS = "+-.eE"
@@ -23,15 +23,15 @@ def members(path: Path, inside: str) -> Iterator[tuple[str | None, str, Any]]:
     """The members of the object that a file holds, in its order.
 
     Args:
-        path: of the file.
-        inside: the member whose own members come one by one, and not as one value.
+        path: the file.
+        inside: the member whose own members are yielded one by one, instead of as one value.
 
     Yields:
-        ``(None, name, value)``, and for what is inside ``(inside, name, value)``.
+        ``(None, name, value)``, and for the members of ``inside`` ``(inside, name, value)``.
 
     Raises:
-        ValueError: that names the file, where it is no JSON object, is cut off, or has a value of more than
-            `MOST` characters.
+        ValueError: when the file is no JSON object, is cut off, or has a value of more than `MOST`
+            characters; the message names the file.
     """
     with open(path, encoding="utf-8-sig") as file:
         text = _Text(file, path)
@@ -49,7 +49,7 @@ def members(path: Path, inside: str) -> Iterator[tuple[str | None, str, Any]]:
 
 
 class _Text:
-    """A file's text from a place on."""
+    """A file's text from a position on."""
 
     def __init__(self, file: IO[str], path: Path) -> None:
         self._file, self._path = file, path
@@ -65,7 +65,7 @@ class _Text:
         raise ValueError(f"{name} is no number of JSON's")
 
     def _more(self) -> bool:
-        """Read on; False at the end of the file."""
+        """Read more text; False at the end of the file."""
         held = len(self._buffer) - self._at
         block = self._file.read(max(_BLOCK, held))
         self._before += self._at
@@ -83,7 +83,7 @@ class _Text:
                 return ""
 
     def _take(self, wanted: str) -> str:
-        """The next character, which is one of these."""
+        """Take the next character, which must be one of ``wanted``."""
         found = self.peek()
         if not found or found not in wanted:
             self.fail(f"it has {found or 'its end'!r} in the place of {' or '.join(wanted)}")

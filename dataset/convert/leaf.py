@@ -1,8 +1,8 @@
 """LEAF's JSON: ``users``, ``num_samples`` and ``user_data``, in ``train/`` and ``test/`` or in one folder.
 
-Each sample's ``x`` is a list of pixels, as FEMNIST's 784 from 0 to 1, or the name of an image file, as
-CelebA's, and ``y`` a class number. LEAF splits by sample, so that train and test have the same users, or by
-user; either is read, and so are files before they are split, as in ``all_data``.
+Each sample has ``x``, a list of pixels (for FEMNIST 784 numbers from 0 to 1) or the name of an image file
+(for CelebA), and ``y``, a class number. LEAF splits by sample, so that train and test have the same users, or
+by user. Both are read, and so are files before they are split, as in ``all_data``.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def json_files(source: Path) -> list[tuple[Path, str | None]]:
 
 
 def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
-    """What LEAF's files hold.
+    """Read LEAF's files.
 
     Args:
-        source: a folder with ``train/`` and ``test/``, one with files, or a file.
-        images: where images lie that the files name; None where they hold pixels.
+        source: a folder with ``train/`` and ``test/``, a folder with files, or a file.
+        images: the folder of the images that the files name; None if the files hold pixels.
         given: the class names by number.
 
     Raises:
-        ValueError: in one line that names file, user and sample.
+        ValueError: one line that names file, user and sample.
     """
     names = {"labels": Names(given, numbered=True)}
     scale, shapes = Scale(), set[tuple[int, int, int]]()
@@ -89,7 +89,7 @@ def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
 
 @dataclass
 class _Reading:
-    """One file."""
+    """Reads one file."""
 
     path: Path
     split: str | None
@@ -98,9 +98,9 @@ class _Reading:
     shapes: set[tuple[int, int, int]]
 
     def users(self) -> Iterator[tuple[str, int]]:
-        """Put the samples of each listed user; yields users and how many samples each has.
+        """Add the samples of each listed user; yields each user and its number of samples.
 
-        A user of ``user_data`` whom ``users`` does not list may have no sample: LEAF's own split leaves such
+        A user of ``user_data`` that ``users`` does not list must have no sample: LEAF's own split leaves such
         users behind.
         """
         listed: dict[str, int] | None = None

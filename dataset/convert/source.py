@@ -1,4 +1,4 @@
-"""What every format gives: records by user, and their images, as a source of the pipeline."""
+"""The common result of every format's reader: records by user with their images, as a pipeline's source."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CHUNK = 1 << 14
 
 @dataclass(frozen=True)
 class Part:
-    """Some records, most often those of one file, in the order of their images.
+    """Some records, usually those of one file, in the order of their images.
 
     Attributes:
-        name: of the file or folder.
-        key: what identifies the images' bytes, as size and time of the file.
-        table: the columns of `dataset.store.columns.schema`; the partition is null where the source has none.
-        place: where a record stands, for errors: ``labels.csv, line 7``.
-        images: all images from a record on.
+        name: the name of the file or folder.
+        key: identifies the images' bytes, for example by size and time of the file.
+        table: the columns of `dataset.store.columns.schema`; the partition is null if the source has none.
+        place: returns the place of a record, for errors: ``labels.csv, line 7``.
+        images: yields all images from a record on.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """What a reader found.
+    """The result of a reader.
 
     Attributes:
         parts: the records.
-        kinds: of the annotations, by name.
-        names: their classes.
-        image_bytes: about how many bytes the images have.
-        side: of square pixels; 0: pixels of other shapes; None: the images are files, such as JPEGs.
-        empty_users: users that the source lists and that have no image.
-        notes: for the provenance.
+        kinds: the kinds of the annotations, by name.
+        names: the classes of the annotations, by name.
+        image_bytes: approximate size of all images in bytes.
+        side: side of square arrays of pixels; 0: other shapes; None: the images are files, such as JPEGs.
+        empty_users: users that the source lists without an image.
+        notes: notes for the provenance.
     """
 
     parts: Sequence[Part]
@@ -67,8 +67,8 @@ class Rows:
     """Collects the records of a part, in compact columns.
 
     Args:
-        kinds: of the annotations, by name.
-        names: their classes.
+        kinds: the kinds of the annotations, by name.
+        names: the classes of the annotations, by name.
     """
 
     def __init__(self, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -> None:
@@ -80,10 +80,10 @@ class Rows:
     def add(
         self, where: str, client: object, image: object, split: str | None, labels: Sequence[Any]
     ) -> None:
-        """One record; ``labels`` has a label, or a list of labels, for each annotation.
+        """Add one record; ``labels`` has a label, or a list of labels, for each annotation.
 
         Raises:
-            ValueError: that says where, for an id or a label that is none.
+            ValueError: for an invalid id or label; the message has ``where``.
         """
         found: list[Any] = [
             checked_text(client, "client", where),
@@ -143,10 +143,10 @@ class ConvertedSource(Source):
 
 
 def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> ConvertedSource:
-    """The source of what a reader found, with its images dealt to splits.
+    """The source for a reader's result, with its images dealt to splits.
 
     Raises:
-        ValueError: for an image id that comes twice, with both places, and as `dataset.convert.splits.deal`.
+        ValueError: for an image id that occurs twice, with both places; and as `dataset.convert.splits.deal`.
     """
     parts = [part for part in found.parts if len(part.table)]
     if not parts:
@@ -172,7 +172,7 @@ def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> Conv
 
 
 def _refuse_twice(parts: Sequence[Part], ids: pa.ChunkedArray) -> None:
-    """ValueError for an image id that comes twice, in one part or in two."""
+    """Raise ValueError for an image id that occurs twice, in one part or in two."""
     raw = np.array(ids.cast(pa.binary()).to_pylist())
     order = np.argsort(raw, kind="stable")
     twice = np.flatnonzero(raw[order[1:]] == raw[order[:-1]])

@@ -1,10 +1,10 @@
-"""Which images are for training, and which for scoring: the source's own splits, or ones that are dealt here.
+"""Splits into training and scoring: the source's own splits, or splits that are dealt here.
 
-Dealt by users, a split has whole users, as FLAIR's; by images, each user keeps some of its own for scoring.
-Both are pure functions of the seed and of the ids: neither the order of the source nor the number of
-processes changes them, and a further user moves few others.
+If splits are dealt by users, each has whole users, as in FLAIR. If they are dealt by images, each user keeps
+some of its own images for scoring. Both are pure functions of the seed and the ids. They depend neither on
+the order of the source nor on the number of processes, and a further user changes the splits of few others.
 
-A file's users are disjoint between splits. Where a source has images of one user in two splits, the users of
+A file's users are disjoint between splits. If a source has images of one user in two splits, the users of
 ``val`` and ``test`` are called ``val-USER`` and ``test-USER``.
 """
 
@@ -30,10 +30,10 @@ class Dealing:
     """How images come into splits.
 
     Attributes:
-        keep: whether the source's own splits stay as they are; shares are then of splits that it lacks.
-        by: ``users`` or ``images``: what is dealt.
-        shares: of the users, or of each user's images, that become ``val`` and ``test``.
-        seed: of the dealing.
+        keep: whether to keep the source's own splits; shares are then for the splits that it lacks.
+        by: what is dealt, ``users`` or ``images``.
+        shares: the shares of the users, or of each user's images, that become ``val`` and ``test``.
+        seed: the seed of the dealing.
     """
 
     keep: bool
@@ -51,7 +51,7 @@ class Dealing:
             raise ValueError(f"--seed is {self.seed}; give a number from 0 to {2**63 - 1}")
 
     def provenance(self) -> dict[str, object]:
-        """What the data file says of how its images were dealt."""
+        """How the images were dealt, for the data file."""
         dealt = {"dealt_by": self.by, "seed": self.seed} if any(self.shares.values()) else {}
         return {"splits": "the source's" if self.keep else "dealt", "shares": dict(self.shares), **dealt}
 
@@ -60,13 +60,13 @@ def deal(users: pa.ChunkedArray, images: pa.ChunkedArray, splits: pa.ChunkedArra
     """The user, image and split of each record, with the columns ``user_id``, ``image_id``, ``partition``.
 
     Args:
-        users: of the R records, text.
-        images: ids, text, each once.
-        splits: of the source; null where it has none.
-        how: they are dealt.
+        users: the users of the R records, as text.
+        images: their image ids, as text, each once.
+        splits: the source's splits; null if it has none.
+        how: how they are dealt.
 
     Raises:
-        ValueError: where there are too few users for the shares, or a user's new name is another user's.
+        ValueError: when there are too few users for the shares, or a user's new name is another user's.
     """
     owners = pc.dictionary_encode(users).combine_chunks()
     if isinstance(owners, pa.ChunkedArray):
@@ -115,7 +115,7 @@ def _names_of(names: list[str], owner: npt.NDArray[np.int32], number: npt.NDArra
 
 
 def _order(seed: int, *words: str) -> int:
-    """A number that is drawn for these words: 64 bits of their SHA-256."""
+    """A pseudo-random number for these words: 64 bits of their SHA-256."""
     text = "\0".join(["dataset.convert", str(seed), *words])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
@@ -127,7 +127,7 @@ def _by_users(
     rows: npt.NDArray[np.int64],
     how: Dealing,
 ) -> npt.NDArray[np.int8]:
-    """The split of each record, by whole users: as many as the shares say, rounded, but at least one."""
+    """The split of each record, by whole users. Their numbers follow the shares, rounded, at least one."""
     here = sorted(set(owner.tolist()), key=lambda user: (_order(how.seed, "users", names[user]), names[user]))
     split_of = np.zeros(len(names), np.int8)
     done = 0
@@ -153,8 +153,8 @@ def _by_images(
 ) -> npt.NDArray[np.int8]:
     """The split of each record, within its user.
 
-    A share of n images is ``floor(share n + u)`` of them, with u drawn for the user in [0, 1), so that small
-    users give their share on average; one image at least stays in train.
+    A share of n images is ``floor(share n + u)`` images, with u drawn for the user in [0, 1), so that small
+    users give their share on average. At least one image stays in train.
     """
     ids = images.take(pa.array(rows)).to_pylist()
     keys = np.array([_order(how.seed, "images", image) for image in ids], np.uint64)

@@ -1,6 +1,6 @@
-"""What a stranger's file says as text: ids, labels, splits and lists, each checked and named by its place.
+"""Checked text from untrusted files: ids, labels, splits and lists. Errors name the place.
 
-Ids are text, whatever they look like: client 007 is not client 7.
+Ids are always text: client 007 is not client 7.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from dataset.store.columns import MAX_ID_BYTES
 
 SPLIT_NAMES = {"train": "train", "val": "val", "validation": "val", "test": "test"}
-"""What a source may call a split, and what the file calls it; Hugging Face says validation."""
+"""The names that sources have for splits (such as Hugging Face's validation), and those of the file."""
 MAX_CLASSES = 1 << 16
 _SHOWN = 80
 
@@ -28,12 +28,12 @@ def checked_text(value: object, what: str, where: str) -> str:
     """An id or a label as text.
 
     Args:
-        value: as the file has it; a whole number becomes its decimal digits.
+        value: the value in the file; a whole number becomes its decimal digits.
         what: the column, for the error.
         where: file and row, for the error.
 
     Raises:
-        ValueError: for what is neither text nor a whole number, is empty or longer than an id may be, has
+        ValueError: when the value is neither text nor a whole number, is empty or too long for an id, or has
             white space around it or characters that cannot be shown.
     """
     if isinstance(value, int) and not isinstance(value, bool):
@@ -68,9 +68,9 @@ class Names:
     """The class names of one annotation.
 
     Args:
-        given: all of them in the order of their numbers, if they are known beforehand.
-        numbered: whether the source has class numbers; without ``given`` the names are then ``0``, ``1``, ...
-            up to the highest that occurs.
+        given: all names in the order of their numbers, if they are known beforehand.
+        numbered: whether the source has class numbers. Without ``given`` the names are then ``0``, ``1``, ...
+            up to the highest number that occurs.
     """
 
     def __init__(self, given: Sequence[str] | None = None, numbered: bool = False) -> None:
@@ -79,10 +79,10 @@ class Names:
         self._seen: dict[object, str] = {}
 
     def name(self, label: object, where: str) -> str:
-        """The name of a label, which is a class name, or a number where there are numbers.
+        """The name of a label, which is a class name, or a class number if the source has numbers.
 
         Raises:
-            ValueError: for a label that is none of the classes, and for a number out of range.
+            ValueError: for a label that is not one of the classes, or a number out of range.
         """
         if (known := self._seen.get((type(label), label))) is None:
             known = self._seen[(type(label), label)] = self._checked(label, where)
@@ -114,7 +114,7 @@ class Names:
         return str(number) if self.given is None else self.given[number]
 
     def vocabulary(self) -> list[str]:
-        """The names in the order of their numbers; names that look like numbers are ordered as such."""
+        """The names in the order of their numbers. Names that are numbers are sorted by value."""
         if self.given is not None:
             return list(self.given)
         names = set(self._seen.values())
@@ -125,7 +125,7 @@ class Names:
 
 
 def read_classes(option: str, path: Path) -> list[str]:
-    """Class names from a text file, a line each, in the order of their numbers.
+    """Class names from a text file, one on each line, in the order of their numbers.
 
     Raises:
         ValueError: one line that names option, file and line.

@@ -1,6 +1,6 @@
 """TensorFlow Federated's HDF5: ``examples/CLIENT/`` with ``pixels`` or ``image``, and labels.
 
-As FedML and others hand on EMNIST (``fed_emnist_train.h5``) and CIFAR-100 (``fed_cifar100_train.h5``).
+FedML and others distribute EMNIST (``fed_emnist_train.h5``) and CIFAR-100 (``fed_cifar100_train.h5``) so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataset.store.probe import probe
 EXAMPLES = "examples"
 _PIXELS = ("pixels", "image")
 _LABELS = {"label": "labels", "coarse_label": "coarse_labels"}
-"""A data set of a client's, and the annotation that it becomes."""
+"""The names of a client's HDF5 data sets, and the annotations that they become."""
 
 
 def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
@@ -49,14 +49,14 @@ def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
 
 
 def read(source: Path, given: list[str] | None) -> Found:
-    """What files of TensorFlow Federated's hold.
+    """Read TensorFlow Federated's files.
 
     Args:
-        source: a folder with ``*_train.h5``, ``*_test.h5``, or a file.
-        given: the names of the classes of ``label`` by number.
+        source: a folder with ``*_train.h5`` and ``*_test.h5``, or a file.
+        given: the class names of ``label`` by number.
 
     Raises:
-        ValueError: in one line that names file, client and data set.
+        ValueError: one line that names file, client and data set.
     """
     files = hdf5_files(source)
     for path, _ in files:
@@ -123,7 +123,7 @@ def _of_client(
 
 
 def _blocks(images: h5py.Dataset, start: int = 0) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """The images of a client from one on, some at a time."""
+    """The images of a client from ``start`` on, in blocks."""
     for first in range(start, len(images), batches.BATCH):
         yield first, np.asarray(images[first : first + batches.BATCH])
 

@@ -1,7 +1,8 @@
-"""Images with masks or boxes as a source: their records, and who owns which, by a ``users.csv`` or otherwise.
+"""Images with masks or boxes as a source: their records and their owners, from a ``users.csv`` or elsewhere.
 
-``users.csv`` has a column ``image_id``, perhaps ``partition`` (train, val or test), and for each way to deal
-the images a column whose name begins with ``user``. An empty cell, or ``NA``, says that nobody is known.
+``users.csv`` has a column ``image_id``, optionally ``partition`` (train, val or test), and for each way to
+deal the images a column whose name begins with ``user``. An empty cell, or ``NA``, means that the owner is
+unknown.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ Form = Literal["mask", "boxes"]
 COLUMNS: dict[Form, str] = {"mask": "mask", "boxes": "objects"}
 """The annotation's name in the file."""
 ROUNDING = 0.01
-"""Pixels by which a box may reach beyond its image: COCO's have two decimals."""
+"""Pixels by which a box may exceed its image, since COCO's coordinates have two decimals."""
 
 
 @dataclass(frozen=True)
 class Annotated:
-    """What the annotations of a folder or of archives say.
+    """The content of the annotations of a folder or of archives.
 
     Attributes:
-        form: of the annotations.
+        form: the kind of the annotations.
         records: ``image_id``, ``partition`` and the annotation under its name in `COLUMNS`, for each image.
         classes: the names of the K classes, in the order of their numbers.
-        folders: names of the folders in which the images lie.
-        owners: users that the annotations know, by image.
-        ways: users by image for each of the layout's ways to deal them, in the place of ``owners``.
-        ids: another id of an image, under which ``users.csv`` may list it -> its id.
-        sizes: width and height of an image as the annotations have them.
-        repaired: how many boxes were cut off or left out.
-        notes: for the provenance.
+        folders: names of the folders with the images.
+        owners: users by image, if the annotations have them.
+        ways: users by image for each of the layout's ways to deal them, instead of ``owners``.
+        ids: maps another id of an image, under which ``users.csv`` may list it, to its id.
+        sizes: width and height of an image according to the annotations.
+        repaired: the number of boxes that were cut off or left out.
+        notes: notes for the provenance.
     """
 
     form: Form
@@ -71,9 +72,9 @@ class Annotated:
     def table(self, owners: Mapping[str, str]) -> pa.Table:
         """A source's records.
 
-        The users of ``val`` and ``test`` have their split's name before their own, since users are disjoint
-        between splits; an image of nobody has the user ``no-author``, or ``all-SPLIT`` where no image of its
-        split has a user.
+        The users of ``val`` and ``test`` have their split's name as a prefix, since users are disjoint
+        between splits. An image without owner has the user ``no-author``, or ``all-SPLIT`` if no image of its
+        split has an owner.
         """
         known = {record["partition"] for record in self.records if record["image_id"] in owners}
         rows = []
@@ -94,12 +95,11 @@ class Reading:
     """How annotations are read.
 
     Attributes:
-        form: masks, or boxes.
-        cut: cut boxes off at the border of their image, and leave out those of which nothing remains; without
-            it they are an error.
-        first_pixel: the number of an image's first pixel in its boxes, 1 or 0, where the layout leaves that
-            open.
-        splits: of the images by id, where the layout's own files do not say them.
+        form: masks or boxes.
+        cut: whether to cut boxes off at the border of their image, and leave out those of which nothing
+            remains; else such boxes are an error.
+        first_pixel: the number of an image's first pixel in its boxes, 1 or 0, if the layout leaves it open.
+        splits: the splits of the images by id, if the layout's own files do not have them.
     """
 
     form: Form
@@ -110,15 +110,15 @@ class Reading:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a data set's lists and annotations lie on the disk.
+    """The layout of a data set's lists and annotations on the disk.
 
     Attributes:
-        forms: the annotations that it can have, the usual one first.
-        wanted: as `dataset.fetch.members.Wanted`, for one kind of annotation.
-        read: what the wanted files say, from their contents by name and from where they are, for errors. A
-            ValueError names the file and what is wrong in it.
-        open_first_pixel: whether it may be 1 or 0 (`Reading.first_pixel`).
-        ways: names of several ways to deal the images that its own files say, the usual one first.
+        forms: the kinds of annotations that it can have, the usual one first.
+        wanted: like `dataset.fetch.members.Wanted`, for one kind of annotation.
+        read: reads the wanted files, given their contents by name, and their place for errors. A ValueError
+            names the file and what is wrong in it.
+        open_first_pixel: whether `Reading.first_pixel` may be 1 or 0.
+        ways: names of the ways to deal the images that its own files define, the usual one first.
     """
 
     forms: tuple[Form, ...]
@@ -130,7 +130,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Users:
-    """What a ``users.csv`` says, by image id as it stands there."""
+    """The content of a ``users.csv``, by the image ids in it."""
 
     origin: str
     columns: Mapping[str, Mapping[str, str]]  # column -> image -> user; images of nobody are left out
@@ -138,10 +138,10 @@ class Users:
     images: frozenset[str]
 
     def named(self, annotated: Annotated) -> Users:
-        """The users by the ids of these images, and without others; it may list them by their other ids.
+        """The users by these images' ids, without other images. The CSV may list images by their other ids.
 
         Raises:
-            ValueError: when it lists none of the images, and for a split other than that of the image.
+            ValueError: when it lists none of the images, or gives an image another split.
         """
         split_of = {record["image_id"]: record["partition"] for record in annotated.records}
         by_id = {image: image for image in self.images if image in split_of}
@@ -169,7 +169,7 @@ def fitted(
 ) -> list[float] | None:
     """A box's left, top, right and bottom, within an image of this width and height; None if it is left out.
 
-    A part of a pixel beyond the border, as rounding leaves it, is cut off in any case.
+    A fraction of a pixel beyond the border, which rounding may leave, is always cut off.
 
     Raises:
         ValueError: without ``cut``, for a box that is empty or reaches further.

@@ -1,7 +1,7 @@
 """Images in tar archives, read as streams and never unpacked, and in folders.
 
-Files may come from anywhere, so no size that they declare is believed: neither that of an archive's member
-nor that of its header.
+Files may be untrusted. So the declared sizes of an archive's members and headers are checked before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DAMAGE = (
     tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError,
     NotImplementedError, RuntimeError,
 )  # fmt: skip
-"""What the libraries raise for a damaged archive; the last two are zipfile's, for a method or a password."""
+"""The libraries' exceptions for a damaged archive; the last two are zipfile's, for a method or a password."""
 _MAX_HEADER_BYTES = 1 << 20  # of a long name in a tar archive
 _HEADERS = frozenset((b"L", b"K", b"x", b"g", b"X", b"N", b"V"))  # tar members that are headers of the next
 
@@ -44,9 +44,9 @@ _HEADERS = frozenset((b"L", b"K", b"x", b"g", b"X", b"N", b"V"))  # tar members 
 class ArchiveSource(Source):
     """Images that a file lists, in tar or zip archives or as files ``<image_id>.jpg``.
 
-    Archives are read as streams and never unpacked, and only the last part of a member's name is looked at.
-    A file whose image is in an archive, too, is left out. Images that are not listed are left out;
-    those that are listed and nowhere come last, as None.
+    Archives are read as streams and never unpacked, and only the last part of a member's name is used. A file
+    whose image is also in an archive is left out. Images that are not listed are left out. Listed images that
+    are nowhere come last, as None.
     """
 
     listing: Shard
@@ -155,13 +155,13 @@ def _folder_key(folder: Path, found: Iterable[tuple[str, Path]]) -> str:
 
 
 def _bounded(name: str, size: int) -> None:
-    """ValueError for the size of no image."""
+    """Raise ValueError for a size that no image has."""
     if size > MAX_IMAGE_BYTES:
         raise ValueError(f"{name} has {size:,} bytes, more than {MAX_IMAGE_BYTES:,}: that is no photograph")
 
 
 class BoundedHeader(tarfile.TarInfo):
-    """Refuses headers (long names, say) of a size that no header has: tarfile reads them into memory."""
+    """Refuses headers (such as long names) of an impossible size, since tarfile reads them into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

@@ -3,10 +3,10 @@
     annotations/instances_train2017.json     images, annotations and categories
     train2017/000000000009.jpg, ...          or below images/
 
-A file's name says its split: what stands behind ``instances_`` begins with train, val or test, and is the
-name of the folder of its images (or they all lie in ``images``). Boxes are left, top, width and height in
-pixels. Outlines become a mask of classes for each image (`dataset.fetch.outlines`): 0 where there is no
-object, else the place of the object's category among all of them, from 1 on.
+The part of a file's name after ``instances_`` begins with train, val or test, which is its split. It is also
+the name of the folder with its images (or all images are in ``images``). Boxes are left, top, width and
+height in pixels. Outlines become a mask of classes for each image (`dataset.fetch.outlines`): 0 where there
+is no object, else the index of the object's category, from 1 on.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from dataset.fetch.outlines import CROWD_CLASS, LEAST_NUMBERS, MAX_PIXELS, Outli
 from dataset.store.annotations import BACKGROUND, CROWD, VOID
 
 MAX_JSON_BYTES = 1 << 30
-"""COCO's largest has 448 MB."""
+"""Largest size of such a file in bytes; COCO's largest has 448 MB."""
 MAX_CATEGORIES = 1 << 16
 _NAME = re.compile(r"instances_((train|val|test)[A-Za-z0-9._-]*)\.json")
 _KEPT = {
     "images", "annotations", "categories", "id", "name", "file_name", "width", "height", "image_id",
     "category_id", "bbox", "iscrowd",
 }  # fmt: skip
-"""The keys that are looked at."""
+"""The keys that are read."""
 _OF_OUTLINES = {"segmentation", "size", "counts"}
-"""More keys that masks need; otherwise outlines, most of the bytes, are dropped while the JSON is read."""
+"""Further keys for masks. Otherwise outlines, which are most of the bytes, are dropped during parsing."""
 
 Json = dict[str, Any]
 
@@ -55,7 +55,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
+    """Read the annotations; see `dataset.fetch.annotated.Layout.read`."""
     reader = _Reader(reading.cut, reading.form)
     for name in sorted(files):
         if found := _NAME.fullmatch(name):
@@ -70,10 +70,10 @@ COCO = Layout(("boxes", "mask"), wanted, read)
 
 
 def parse_json(content: bytes, origin: str, form: Form = "boxes") -> Json:
-    """The object in a JSON text, without the keys that nobody asks for, and with polygons as arrays.
+    """The object in a JSON text, without unused keys, and with polygons as arrays.
 
     Raises:
-        ValueError: when it is no JSON, or no object.
+        ValueError: when it is no JSON object.
     """
 
     def refuse(constant: str) -> None:
@@ -96,7 +96,7 @@ def parse_json(content: bytes, origin: str, form: Form = "boxes") -> Json:
 
 @dataclass
 class _Reader:
-    """The images of one file after another."""
+    """Collects the images of one file after another."""
 
     cut: bool
     form: Form

@@ -1,9 +1,9 @@
-"""Fetch a file over HTTP so that an interrupted download goes on where it stopped.
+"""Fetch a file over HTTP so that an interrupted download continues where it stopped.
 
-A server may be slow, busy (429, 500 to 504), break off, send too little, too much, or another file under the
-same name; what arrives takes the target's name only when it is as long as announced, and of one version
-(ETag). `fetch_checked` compares a checksum too, where one is known: Apple's server gives none, but its
-archives carry CRCs.
+A server may be slow, busy (429, 500 to 504), break off, send too little or too much, or have another file
+under the same name. A download gets the target's name only when it has the announced length and one version
+(ETag). `fetch_checked` also compares a checksum, if one is known. Apple's server has none, but its archives
+have CRCs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataset.files import file_digest
 
 _BLOCK = 1 << 20
 BUSY = frozenset((408, 425, 429, 500, 502, 503, 504))
-"""Answers after which the same question may be asked again."""
+"""Status codes after which a request may be repeated."""
 
 Result = TypeVar("Result")
 
@@ -65,10 +65,10 @@ def retry_after(header: str, otherwise: float) -> float:
 
 
 def retried(ask: Callable[[], Result], url: str) -> Result:
-    """``ask()``, again and again while the server is busy or the connection breaks.
+    """Call ``ask()``, repeatedly while the server is busy or the connection breaks.
 
     Raises:
-        SourceError: in one line, when the attempts are used up or the server says no.
+        SourceError: one line, when the attempts are used up or the server refuses.
     """
     for attempt in itertools.count(1):
         try:
@@ -91,7 +91,7 @@ def retried(ask: Callable[[], Result], url: str) -> Result:
 
 @dataclass(frozen=True)
 class Remote:
-    """A file on a server: its length in bytes, and what names its version (empty where nothing does)."""
+    """A file on a server: its length in bytes, and its version (empty if it has none)."""
 
     size: int
     version: str
@@ -117,13 +117,13 @@ def remote(url: str) -> Remote:
 
 
 def fetch(url: str, target: Path, expected: Remote) -> Path:
-    """Download ``url`` to ``target``, which appears when it is whole; returns where it is.
+    """Download ``url`` to ``target``, which appears when it is complete; returns its path.
 
-    What has arrived is kept in ``target.part``; a later call, or a further attempt after a broken connection,
-    asks for the rest only (HTTP Range), and starts over where the server has another version by then.
+    What has arrived is kept in ``target.part``. A later call, or another attempt after a broken connection,
+    requests only the rest (HTTP Range). It starts over if the server then has another version.
 
     Raises:
-        SourceError: in one line, when the attempts are used up.
+        SourceError: one line, when the attempts are used up.
     """
     if target.is_file() and target.stat().st_size == expected.size:
         return target

@@ -1,8 +1,8 @@
-"""Data sets that are CSVs of who owns which image, and archives that hold those images among many others.
+"""Data sets that consist of CSVs with image owners, and of archives with these images among many others.
 
-Landmarks needs 184,000 of the 4 million images in 500 archives, iNaturalist 156,000 of those in two: each
-archive is downloaded, checked, reduced to the images that are listed, and deleted, one after the other; what
-was stopped goes on within the archive where it stopped.
+Landmarks needs 184,000 of the 4 million images in 500 archives, iNaturalist 156,000 of those in two. Each
+archive is downloaded, checked, reduced to the listed images, and deleted, one after the other. A stopped
+command continues within the archive where it stopped.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dataset.store.annotations import Kind
 from dataset.store.columns import schema
 
 OWNERS = {"train": "no-author", "test": "all-test"}
-"""Who owns an image whose author is not known."""
+"""The owner of an image whose author is not known."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive of images below a base address, with what its MD5 is, or where it is to be read."""
+    """An archive of images below a base address, with its MD5 or the place of its MD5."""
 
     path: str
     md5: str = ""
@@ -169,9 +169,9 @@ def fetch_lists(spec: ListedSet, base: str, folder: Path) -> Path:
 
 
 def remote_shard(archive: Archive, base: str, folder: Path, wanted: Mapping[str, int]) -> Shard:
-    """An archive on a server as a shard that holds the wanted images alone, once it is fetched.
+    """An archive on a server as a shard, which holds only the wanted images once it is fetched.
 
-    ``wanted`` has the ids of the images as its keys. The shard's size is not known beforehand.
+    The keys of ``wanted`` are the ids of the images. The shard's size is not known beforehand.
     """
     url = below(base, archive.path)
     name = Path(archive.path).name
@@ -191,7 +191,7 @@ def remote_shard(archive: Archive, base: str, folder: Path, wanted: Mapping[str,
 
 
 def _announced_md5(archive: Archive, base: str) -> str:
-    """The first word of the file that states an archive's MD5, if there is to be one."""
+    """The first word of the file with an archive's MD5, if there should be one."""
     if not archive.md5_path:
         return ""
     url = below(base, archive.md5_path)
@@ -207,7 +207,7 @@ def _announced_md5(archive: Archive, base: str) -> str:
 
 
 def keep(archive: Path, wanted: Container[str], target: Path) -> int:
-    """Copy the wanted images of an archive to ``target``, which appears when it is whole; returns how many.
+    """Copy the wanted images of an archive to ``target``, which appears when complete; returns their number.
 
     Raises:
         ValueError: when the archive is damaged.
@@ -233,13 +233,13 @@ def image_files(
     inside: Container[str] | None = None,
     suffixes: Container[str] = JPEG_SUFFIXES,
 ) -> dict[str, Path]:
-    """Wanted images that lie as files anywhere below a folder, by id: the name without its last suffix.
+    """Wanted images that are files anywhere below a folder, by id: the name without its last suffix.
 
     Args:
-        folder: what is looked through.
+        folder: the folder to search.
         wanted: the ids.
-        inside: names of the folders in which images lie; None: in any.
-        suffixes: of images, in small letters.
+        inside: names of the folders that may contain images; None: any folder.
+        suffixes: suffixes of images, in small letters.
 
     Raises:
         ValueError: when two files have the same id.

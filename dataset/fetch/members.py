@@ -1,7 +1,7 @@
-"""The small files of a data set, by name: its lists and annotations, in folders and in tar and zip archives.
+"""Reads the small files of a data set, its lists and annotations, from folders and tar and zip archives.
 
-Files may come from anywhere: each has a largest size, links are not followed within archives, and no path is
-ever written to.
+Files may be untrusted. So each has a largest size, links within archives are not followed, and nothing is
+written to disk.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ Wanted = Callable[[PurePosixPath], tuple[str, int] | None]
 """Maps a path within a folder or an archive to the name under which the file is kept and its largest size in
 bytes; None for a file that is not read."""
 MAX_TOTAL = 1 << 32
-"""Bytes of all files together."""
+"""Most bytes of all files together."""
 
 
 def collected(places: Sequence[Path], wanted: Wanted) -> dict[str, bytes]:
     """The content of the wanted files of some folders and archives, by name.
 
     Raises:
-        ValueError: for a damaged archive, a file or all files together of more bytes than they may have, and
-            two files of one name that differ.
+        ValueError: for a damaged archive, when one file or all files together are too large, or when two
+            files of one name differ.
     """
     found: dict[str, bytes] = {}
     total = 0
@@ -53,5 +53,5 @@ def _files(place: Path) -> Iterator[Member]:
 
 
 def _is_rubbish(path: PurePosixPath) -> bool:
-    """Whether a file is of those that macOS puts beside others."""
+    """Whether it is a file that macOS adds beside others."""
     return "__MACOSX" in path.parts or path.name.startswith(".")

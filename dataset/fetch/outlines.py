@@ -1,11 +1,10 @@
-"""Objects' outlines as COCO's JSON has them, and masks of classes made of them.
+"""Objects' outlines in the form of COCO's JSON, and masks of classes made of them.
 
 An outline is a list of polygons, each of them ``[x0, y0, x1, y1, ...]`` in pixels, or an object ``{"size":
 [height, width], "counts": ...}`` with the lengths of runs of pixels outside and inside in turn, column by
 column, as numbers or in pycocotools' text.
 
-Polygons are filled by pycocotools, as COCO's own tools do. It believes the runs that it is given, so runs are
-read here.
+pycocotools fills polygons, as in COCO's own tools. It does not check runs, so these are decoded here.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from dataset.store.annotations import VOID
 MAX_PIXELS = 1 << 26
 """Most pixels of an image whose mask is drawn."""
 LEAST_NUMBERS = 6
-"""Fewest coordinates of a polygon; one of two points has no area."""
+"""Fewest coordinates of a polygon; two points have no area."""
 CROWD_CLASS = 0
-"""The class of a group's outline, which is rough, in place of an object's class."""
+"""The class of a group's outline, which is rough, instead of an object's class."""
 _BITS, _MORE, _SIGN, _FIRST = 5, 0x20, 0x10, 48  # of a character of pycocotools' text
 
 BoolArray = npt.NDArray[np.bool_]
@@ -34,7 +33,7 @@ Outline = Sequence[npt.NDArray[np.float64]] | Mapping[str, Any]
 
 
 def packed(value: Any) -> Any:
-    """Polygons as arrays, a quarter of the memory; anything else as it is, for `checked` to refuse."""
+    """Polygons as arrays, in a quarter of the memory; anything else is unchanged for `checked` to refuse."""
     if not isinstance(value, list):
         return value
     is_plain = all(isinstance(part, list) and all(type(n) in (int, float) for n in part) for part in value)
@@ -96,7 +95,7 @@ def _runs(counts: Any, where: str) -> npt.NDArray[np.int64]:
 
 
 def _numbers_in(text: str, where: str) -> list[int]:
-    """Numbers of 5 bits a character, the lowest first; from the fourth on, each less the last but one."""
+    """Numbers with 5 bits in a character, lowest first; from the fourth on, minus the number two before."""
     found: list[int] = []
     number, shift = 0, 0
     for character in text:
@@ -119,8 +118,8 @@ def _numbers_in(text: str, where: str) -> list[int]:
 def mask_png(objects: Sequence[tuple[int, Outline, str]], size: tuple[int, int]) -> bytes:
     """A mask of the classes of an image's objects, as a PNG.
 
-    Where objects of several classes overlap it is void, as COCO does not say which of them is in front; and
-    so it is within the outline of a group, where no single object is.
+    It is void where objects of several classes overlap, since COCO does not say which of them is in front. It
+    is also void within a group's outline where no single object is.
 
     Args:
         objects: class, from 1 on, or `CROWD_CLASS`; outline; and place, for errors.

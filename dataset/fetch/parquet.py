@@ -18,7 +18,7 @@ from dataset.fetch.source import Image, Records, Shard, Source
 
 @dataclass
 class ParquetSource(Source):
-    """Parquet shards with the columns of a schema, and ``image``: bytes, or a struct that holds them."""
+    """Parquet shards with the columns of a schema, and a column ``image``: bytes, or a struct with bytes."""
 
     shards: Sequence[Shard]
 
@@ -71,17 +71,17 @@ def batches(path: Path, columns: list[str], start: int = 0) -> Iterator[Any]:
 
 @contextmanager
 def readable(path: Path, form: str = "parquet") -> Iterator[None]:
-    """Turn what is wrong with a file of this form into one ValueError that names it."""
+    """Turn errors of reading a file of this format into one ValueError that names it."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-        if str(path) in str(error):  # it has a sentence of its own
+        if str(path) in str(error):  # it names the file already
             raise
         raise ValueError(f"{path} cannot be read as {form}: {' '.join(str(error).split())}") from None
 
 
 def _has_nulls(column: Any) -> bool:
-    """Whether there is nothing in the place of an element, however deep within a column."""
+    """Whether an element of a column is null, at any depth."""
     if column.null_count:
         return True
     if pa.types.is_struct(column.type):

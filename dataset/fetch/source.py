@@ -1,7 +1,8 @@
-"""What a source of images is: parts that can be read twice, in the same order, a batch at a time.
+"""The interface of a source of images: parts that can be read twice, in the same order, batch by batch.
 
-A source has parts (its files, mostly), read from any image on: `Source.records` for everything,
-`Source.images` for the images alone. Remote files are fetched one at a time, when they are first needed.
+A source has parts (usually its files), which can be read from any image on: `Source.records` reads
+everything, `Source.images` only the images. Remote files are fetched one at a time, when they are first
+needed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 BATCH = 64
-"""Images in a batch."""
+"""Number of images in a batch."""
 
 Image = memoryview | bytes | npt.NDArray[np.uint8] | None
-"""An image's bytes, or pixels ``[H, W, 3]``; None where the source lists an image that it does not hold."""
+"""An image's bytes, or pixels ``[H, W, 3]``; None for an image that the source lists but does not hold."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Records:
     images: Sequence[Image]
     origin: str
     places: Sequence[str] = ()
-    """The place of each record, where the source knows it better than by its file."""
+    """The place of each record, if the source knows more than its file."""
 
     def place(self, row: int) -> str:
         """The place of a row's record, for errors."""
@@ -41,7 +42,7 @@ class Records:
 
 
 def nothing() -> None:
-    """What there is to delete of a local source."""
+    """Delete nothing: a local source has no downloads."""
 
 
 @dataclass(kw_only=True)
@@ -51,20 +52,20 @@ class Source(ABC):
     schema: pa.Schema
     """The columns of the records: `dataset.store.columns.schema`."""
     num_images: int
-    """How many images there are (an estimate will do: for the progress bar and the disk)."""
+    """Number of images; an estimate suffices for the progress bar and the disk."""
     image_bytes: int
-    """About how many bytes the images have together."""
+    """Approximate size of all images in bytes."""
     provenance: dict[str, Any]
     """Source, revision, licence."""
     download_bytes: int = 0
-    """How many bytes are still to be downloaded."""
+    """Number of bytes that are still to be downloaded."""
     discard: Callable[[], None] = nothing
     """Deletes what was downloaded."""
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[str]:
-        """What identifies the content of each part: as long as it is the same, so are the bytes."""
+        """A key for each part's content: while the key is the same, so are the bytes."""
 
     @abstractmethod
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
@@ -75,14 +76,14 @@ class Source(ABC):
         """The images alone, in the order of `records`; all `records` were read, or skipped, before."""
 
     def skip(self, part: int, table: pa.Table) -> None:  # noqa: B027
-        """Take note that an earlier process read these records of a part."""
+        """Note that an earlier process has read these records of a part."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a source; ``fetch`` makes sure that it is on the disk and says where.
+    """One file of a source. ``fetch`` makes sure that it is on the disk, and returns its path.
 
-    ``key`` identifies its bytes without reading them: commit and hash, or size and time.
+    ``key`` identifies its bytes without reading them: by commit and hash, or by size and time.
     """
 
     name: str

@@ -44,7 +44,7 @@ MAX_MASK_BYTES = 1 << 24
 MAX_LIST_BYTES = 1 << 26
 MAX_DEPTH = 16
 UNKNOWN = "?"
-"""What VOC 2007 writes for a photographer of whom nothing is known."""
+"""VOC 2007's entry for an unknown photographer."""
 _NUMBER = re.compile(r"[-+]?[0-9]{1,9}(\.[0-9]{1,20})?")
 
 
@@ -64,7 +64,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
+    """Read the annotations; see `dataset.fetch.annotated.Layout.read`."""
     form = reading.form
     classes = _classes(files, origin, form)
     split_of = _sets(files, origin, form) or dict(reading.splits)

@@ -2,18 +2,18 @@
 
     python -m dataset.flair.download_preprocess --output_file F [--source hf|apple|DIR] [--storage jpeg|raw]
 
-A download or a preprocessing that was killed, or stopped by SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (exit code
-75), or that lost the network, goes on with the same command: what was downloaded, and each block of 2,048
-images that was checked or written, is kept in F.partial until the output is complete.
+A download or a preprocessing that was killed, stopped by SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (exit code 75),
+or lost the network, continues with the same command. Downloads, and each block of 2,048 images that was
+checked or written, are kept in F.partial until the output is complete.
 
---verify full, the default, decodes every image to the end of its stream, strictly: damage is found now, and
-not after days of training, or never, as most decoders paint over it. For all of FLAIR it costs a few minutes
-on two cores, once. --verify header reads headers and end markers only, which finds files that are cut off or
-are no images. With --storage raw every image is decoded in any case, in the second pass.
+--verify full, the default, strictly decodes every image to the end of its stream. So damage is found now, and
+not after days of training, or never, since most decoders hide it. For all of FLAIR it takes a few minutes on
+two cores, once. --verify header reads only headers and end markers, which finds files that are cut off or are
+no images. With --storage raw every image is decoded anyway, in the second pass.
 
-PNG, WebP and GIF images become JPEGs of --jpeg_quality (or pixels, with --storage raw); transparent ones are
-laid over --background, 16 bits become 8, of an animation the first frame is taken. The counts are printed and
-recorded in the file.
+PNG, WebP and GIF images become JPEGs of --jpeg_quality (or pixels, with --storage raw). Transparent images
+are laid over --background, 16 bits become 8, and of an animation the first frame is taken. The counts are
+printed and recorded in the file.
 """
 
 from __future__ import annotations

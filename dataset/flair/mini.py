@@ -5,17 +5,17 @@
 Shape letters: U users, N images, K coarse labels (17), F fine labels, S side in pixels.
 
 Every user, label and pixel is a pure function of (spec, split, position), drawn with integer hashes
-(`dataset.flair.mini_draw`). Pixels rest on exactly rounded arithmetic only. Sizes and labels also take
-float64 ``log`` and ``exp``: another numpy could change one only where two numbers agree to about 15 digits.
+(`dataset.flair.mini_draw`). Pixels use only exactly rounded arithmetic. Sizes and labels also use float64
+``log`` and ``exp``: another numpy could change one only where two numbers agree to about 15 digits.
 
 * Images per user: a quantile function Q, piecewise a Pareto law, at the midpoints (i + 1/2) / U. So every
   scale has the same histogram; the largest user grows with U.
-* Coarse labels: each image has a number of labels, and draws that many without replacement, with odds that
-  its user's tastes tilt (Gumbel top-k). The larger a user, the nearer its tastes are to everybody's. Users in
+* Coarse labels: each image has a number of labels, which it draws without replacement, with odds that depend
+  on its user's tastes (Gumbel top-k). The larger a user, the closer its tastes are to the mean. Users in
   order of size take their tastes from a low-discrepancy sequence, so that the few users who own half of the
   images do not decide how frequent a label is.
-* Fine labels: each coarse label of an image brings one or more of its own, long-tailed, often from the few
-  that its user favours. The fine vocabulary holds the coarse names too, as FLAIR's does.
+* Fine labels: each coarse label of an image adds one or more of its own fine labels, long-tailed, often from
+  the few that its user favours. As in FLAIR, the fine vocabulary contains the coarse names too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dataset.store.writer import DataWriter
 __all__ = ["COARSE_LABELS", "VERSION", "MiniSpec", "draw_images", "main", "mini_index", "write_mini"]
 
 VERSION = 1
-"""Version of the drawn data: to be raised with every change of what a spec gives."""
+"""Version of the drawn data, to be raised with every change of the images or labels of a spec."""
 
 MAX_COARSE, MAX_FINE = 9, 36
 """The most labels on an image, as in FLAIR."""
@@ -76,18 +76,18 @@ _FAVOURED, _FAVOURITES = 0.4, 0.25  # share of fine labels among a user's favour
 
 @dataclass(frozen=True)
 class MiniSpec:
-    """What to draw. The defaults are FLAIR's own users; ValueError if a value is out of range.
+    """What to draw. The defaults are FLAIR's own users. Raises ValueError if a value is out of range.
 
     Attributes:
         train_users, val_users, test_users: U of each split, at least 1.
         image_size: S in pixels, at least 8. The same image at another size shows the same scene.
-        seed: of everything.
+        seed: the seed of all draws.
         num_fine_labels: F, at least the 17 coarse names.
-        max_user_images: cap on a user's images; None leaves what the scale gives (4,151 for FLAIR's users).
+        max_user_images: most images of a user; None: no limit (4,151 with FLAIR's users).
         size_factor: multiplies every user's number of images, rounded up.
-        difficulty: of the images: scales specks, grain and exposure, 0 to 1; labels do not depend on it.
-        coarse_labels: of each image, 1 to 9; None: as many as FLAIR's have. 1 makes a single-label data set,
-            in which a small scale may lack a label.
+        difficulty: scales specks, grain and exposure of the images, 0 to 1; labels do not depend on it.
+        coarse_labels: number of labels of each image, 1 to 9; None: as in FLAIR. 1 makes a single-label data
+            set, which may lack a label at a small scale.
     """
 
     train_users: int = 41131
@@ -140,8 +140,8 @@ def mini_index(spec: MiniSpec) -> DatasetIndex:
 def draw_images(spec: MiniSpec, index: DatasetIndex, split: str, rows: IntArray) -> npt.NDArray[np.uint8]:
     """Images of the given rows, ``[len(rows), S, S, 3]`` uint8 RGB.
 
-    A row's pixels depend on (spec, split, row) alone, whatever the other rows and their order.
-    ``index`` is `mini_index` of the spec.
+    A row's pixels depend only on (spec, split, row), and not on other rows or their order. ``index`` is the
+    `mini_index` of the spec.
     """
     return draw(scene_of(spec, index, split, np.asarray(rows, np.int64)), spec.image_size, spec.difficulty)
 
@@ -240,7 +240,7 @@ class _Vocabulary:
 
 
 def _fine_vocabulary(num_fine: int) -> _Vocabulary:
-    """F fine labels: the coarse names, and the rest dealt out by how many pictures a coarse label has left.
+    """F fine labels: the coarse names, and the rest divided by how many images a coarse label has left.
 
     The frequencies follow FLAIR's: a slow fall over the first hundred, a steep one to rank 373 (1,255 of
     1,628 labels are on fewer than 0.1 % of the users), then a long tail.
@@ -302,8 +302,8 @@ def write_mini(
 ) -> None:
     """Draw the data set into one HDF5 file (`dataset.store.hdf5`); memory stays small at any scale.
 
-    ``jpeg`` storage (quality 95) draws everything twice, since the file must know the lengths beforehand.
-    ``index``: of `mini_index` with more annotations.
+    ``jpeg`` storage (quality 95) draws everything twice, since the file needs the lengths beforehand.
+    ``index`` is the `mini_index`, possibly with more annotations.
 
     Raises:
         OSError: if the disk is full.

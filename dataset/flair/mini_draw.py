@@ -1,4 +1,4 @@
-"""How the mini data set draws: hashes instead of random streams, and one mark for each label of an image.
+"""Draws the mini data set: from hashes instead of random streams, with one mark for each label of an image.
 
 Shape letters: N images, M marks, S side in pixels.
 
@@ -187,8 +187,8 @@ def outlines(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
 def shown(scene: Scene, size: int) -> npt.NDArray[np.int64]:
     """Which of the M marks shows most at each pixel of `draw`'s images, ``[N, S, S]``; -1: none.
 
-    A mark shows more than what lies under it where its opacity is greater: than the background's, and than
-    that of any other mark. Confetti belongs to what it lies on.
+    A mark shows most where its opacity is greater than the background's and that of every other mark.
+    Confetti counts as what is below it.
     """
     count, step = len(scene.image_keys), max(1, _CHUNK_PIXELS // (size * size))
     out = np.full((count, size, size), -1, np.int64)

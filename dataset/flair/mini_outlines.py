@@ -1,4 +1,4 @@
-"""The embedded mini data set with masks, or with boxes: the shapes that are drawn know their outlines.
+"""The embedded mini data set with masks or with boxes, from the outlines of the drawn shapes.
 
 Shape letters: N images of a split, M marks of some images, S side in pixels.
 """
@@ -37,7 +37,7 @@ def masked_index(spec: MiniSpec) -> DatasetIndex:
 
 
 def boxed_index(spec: MiniSpec) -> DatasetIndex:
-    """`mini_index` with a box around what shows of each mark; one that does not show has none."""
+    """`mini_index` with a box around the visible part of each mark; a hidden mark has no box."""
 
     def boxes(index: DatasetIndex, split: str) -> Boxes:
         found = [boxes_of(scene, spec.image_size) for scene in _scenes(spec, index, split)]

@@ -1,12 +1,12 @@
-"""Deal the training images of a file to clients, see how unequal they are, and keep that in a file.
+"""Deal the training images of a file to clients, measure how unequal clients are, and store the partition.
 
-    python -m dataset.partitions F                                        what the file holds
-    python -m dataset.partitions F --partition lda=0.5,iid --clients 10   and what would be drawn
-    python -m dataset.partitions F --csv users.csv --output_file G        a copy of F with that, as "users"
+    python -m dataset.partitions F                                        the partitions in the file
+    python -m dataset.partitions F --partition lda=0.5,iid --clients 10   and partitions that would be drawn
+    python -m dataset.partitions F --csv users.csv --output_file G        a copy of F with "users" from a CSV
 
-Prints a line for each way of dealing; with --output_dir also writes ``statistics.json`` and the figures of
-`dataset.partitions.figures`. Training takes a partition of the file by its name (``--data.partition``), and a
-drawn one by a name that says all, such as lda-0.5-clients-10-seed-0, without a copy.
+It prints a line for each partition. With --output_dir it also writes ``statistics.json`` and the figures of
+`dataset.partitions.figures`. Training uses a partition of the file by its name (``--data.partition``). A
+drawn one needs no copy: its name, such as lda-0.5-clients-10-seed-0, says how to draw it.
 """
 
 from __future__ import annotations

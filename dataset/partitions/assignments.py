@@ -1,4 +1,4 @@
-"""Who owns which image, from the CSVs of the federated vision data sets, and as partitions of a file.
+"""Image owners from the CSVs of the federated vision data sets, and as partitions of a file.
 
 Google's federated-vision-datasets give a file for each way to deal the training images, with the columns
 ``user_id,image_id,class``, and ``test.csv`` with ``image_id,class``; TensorFlow Federated's iNaturalist has
@@ -53,12 +53,12 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
 
     Args:
         text: the CSV.
-        origin: what it is called in an error.
-        user_columns: column of user ids -> name of the partition.
+        origin: its name in an error.
+        user_columns: maps a column of user ids to the name of the partition.
 
     Raises:
-        ValueError: that names file and line for a missing column, a row of another length, an empty
-            id, a class that is no number from 0 on, and an image that comes twice.
+        ValueError: for a missing column, a row of another length, an empty id, a class that is no number from
+            0 on, and an image that occurs twice; the message names file and line.
     """
     ids: list[str] = []
     classes: list[int] = []
@@ -128,8 +128,8 @@ def rows_digest(listing: Listing, name: str) -> str:
 def partition_of(listing: Listing, name: str, row_of: Mapping[str, int]) -> PartitionIndex:
     """One of a listing's partitions on the rows of a split; images that are not in ``row_of`` are left out.
 
-    Users stand in order of their ids (numbers by value), and a user's images in order of their rows, so that
-    the order of the CSV does not matter. A user whose images are all missing is left out.
+    Users are sorted by id (numbers by value), and a user's images by row, so that the order of the CSV does
+    not matter. A user whose images are all missing is left out.
     """
     pairs = [
         (user, row_of[image])

@@ -39,11 +39,11 @@ def clients_by_dirichlet(
     Args:
         drawing: the images' classes and the number of clients.
         beta: the parameter of each client.
-        rng: what is drawn from.
-        least: images that each client gets at least.
+        rng: the generator of all draws.
+        least: the least number of images of each client.
 
     Raises:
-        ValueError: for a beta that is not above 0, and where no try gives each client enough images.
+        ValueError: when beta is not above 0, or no try gives each client enough images.
     """
     clients, num_images = drawing.num_clients, len(drawing.classes)
     check_parameter(beta)
@@ -75,11 +75,11 @@ def clients_by_classes(
 ) -> PartitionIndex:
     """Give each client some classes, and divide each class evenly among its owners.
 
-    Where there are fewer clients than classes, the images of a class that no client owns are left out.
+    If there are fewer clients than classes, the images of a class that no client owns are left out.
 
     Args:
         drawing: the images' classes and the number of clients.
-        number: classes of a client.
+        number: the number of classes of a client.
         pick: draws a class.
         rng: shuffles the images of a class.
 
@@ -147,7 +147,7 @@ def _rows_by_class(classes: IntArray) -> list[npt.NDArray[np.int64]]:
 
 
 def _of_owners(owner: IntArray, clients: int) -> PartitionIndex:
-    """The partition in which image i belongs to client ``owner[i]``, ``[N]``; -1: to nobody."""
+    """The partition in which image i belongs to client ``owner[i]``, ``[N]``; -1: to no client."""
     rows = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
     sizes = np.bincount(owner[rows], minlength=clients)
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

@@ -3,10 +3,10 @@
 Hsu, Qi and Brown, "Federated Visual Classification with Real-World Data Distribution", Appendix B.1. Shape
 letters: N images, K classes, U clients, n images of a client.
 
-For each client, q ~ Dir(alpha p) is drawn, where p is the share of each class in the data. The client gets
-n q(y) images of class y, rounded to a sum of n by largest remainders, drawn at random from those that nobody
-has yet. Once a set S of classes is exhausted, what this client still lacks, and the later clients, are served
-by q with S set to zero and renormalised (equation 5).
+For each client, q ~ Dir(alpha p) is drawn, where p is the share of each class in the data. The client gets n
+q(y) images of class y, rounded to a sum of n by largest remainders, drawn at random from those that are left.
+Once a set S of classes is exhausted, S is set to zero in q, and q is renormalised (equation 5), for the rest
+of this client's images and for later clients.
 
 * Rounding, and not a multinomial, follows Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data
   Distribution" (2019), and Google's published splits: for CIFAR-100 at alpha = 1000 they have a mean EMD of
@@ -15,16 +15,16 @@ by q with S set to zero and renormalised (equation 5).
   have 5.13 classes a client and an EMD of 1.917, this sampler 3.9 (0.15) and 1.931 (0.003). (Drawing q again
   as soon as less than a tenth of it is left gives 5.1 and 1.914.) For CIFAR-10 all eight alphas agree within
   sampling error.
-* Where all of q lies in S, equation 5 divides by zero, which the paper leaves open. Here q is drawn again,
-  from Dir(alpha p) over the classes that are left: the same prior, given that S cannot be had. With alpha 0,
-  where each q is one class (the limit: class y with probability p(y)), each client has one class as long as
-  the classes' sizes are multiples of n, as in Google's splits.
+* If all of q is in S, equation 5 divides by zero, which the paper leaves open. Here q is drawn again from
+  Dir(alpha p) over the remaining classes: the same prior, given that S is not available. With alpha 0 each q
+  is one class (the limit: class y with probability p(y)). Then each client has one class if the classes'
+  sizes are multiples of n, as in Google's splits.
 
-Papers and libraries differ in what alpha counts, which has two names here. ``total``, as in Hsu, Qi and Brown
-and in Google's splits: alpha is the sum of the parameters, of which class y has alpha p(y). ``per-class``, as
-in pfl: each class has alpha itself, whatever its size. (Flower and FedML deal each class to the clients by
-Dir(alpha, ..., alpha), after which a client's classes have about this distribution, and clients' sizes
-differ.) With K classes of one size, a total of alpha is alpha / K per class.
+Papers and libraries have two meanings of alpha. ``total``, as in Hsu, Qi and Brown and in Google's splits:
+alpha is the sum of the parameters, and class y has alpha p(y). ``per-class``, as in pfl: each class has alpha
+itself, whatever its size. (Flower and FedML deal each class to the clients by Dir(alpha, ..., alpha). Then a
+client's classes have about this distribution, and clients' sizes differ.) With K classes of one size, a total
+of alpha is alpha / K per class.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Partitions that are drawn from the classes of the images, by name.
 
-A new one is one file in this folder with a function under ``@drawn("name")``: ``--partition name=NUMBER`` of
-a data set's command then makes it, and the file of the data set holds it as ``name-NUMBER-seed-SEED``.
-``name-NUMBER-clients-CLIENTS-seed-SEED`` says by itself all that a partition of given images is drawn from
-(`Recipe`), so that a file need not hold it.
+A new kind is one file in this folder with a function under ``@drawn("name")``. ``--partition name=NUMBER`` of
+a data set's command then draws it, and the data set's file holds it as ``name-NUMBER-seed-SEED``. The name
+``name-NUMBER-clients-CLIENTS-seed-SEED`` contains everything that is needed to draw a partition of given
+images (`Recipe`), so a file need not hold it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataset.store.index import PartitionIndex
 
 @dataclass(frozen=True)
 class Images:
-    """Images of a file, besides their class.
+    """Further properties of a file's images, besides their class.
 
     Attributes:
-        present: the classes that each contains, ``[N, K]``.
-        ids: of each image, ``[N]``.
-        users: whose each is, ``[N]``.
+        present: the classes that each image contains, ``[N, K]``.
+        ids: the images' ids, ``[N]``.
+        users: the images' owners, ``[N]``.
     """
 
     present: LabelMatrix
@@ -36,14 +36,14 @@ class Images:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a partition is drawn from.
+    """The arguments from which a partition is drawn.
 
     Attributes:
-        classes: of the N images, ``[N]``.
+        classes: the classes of the N images, ``[N]``.
         seed: the partition is a function of it and of the other arguments.
-        num_clients: how many clients there are to be.
-        images_per_client: of each client, where its kind does not decide that.
-        images: what else is known of them, where they are those of a file.
+        num_clients: the number of clients.
+        images_per_client: the number of images of each client, if the kind does not decide that.
+        images: further properties of the images, if they are those of a file.
     """
 
     classes: IntArray
@@ -54,10 +54,10 @@ class Drawing:
 
 
 Drawer = Callable[[Drawing, float], PartitionIndex]
-"""The partition, given the one number that its kind has: dirichlet's alpha, or the shards of a client. A kind
-without a number gets 0."""
+"""Draws a partition, given the number of its kind, such as dirichlet's alpha or the shards of a client. A
+kind without a number gets 0."""
 MAX_NUMBER = 1e100
-"""Far beyond any use; its products with a number of classes stay finite."""
+"""Largest number of a kind, far beyond any use; its products with a number of classes are finite."""
 _DRAWERS: dict[str, Drawer] = {}
 _WITHOUT_NUMBER: set[str] = set()
 _OF_ANY: set[str] = set()
@@ -68,10 +68,10 @@ def drawn(name: str, *, numbered: bool = True, of_any: bool = False) -> Callable
     """Decorator of a function that draws a partition: ``--partition`` chooses it by this name.
 
     Args:
-        name: of the kind.
+        name: the name of the kind.
         numbered: whether the kind has a number.
-        of_any: whether it deals images whose masks or boxes have no class, too; their number in
-            `Drawing.classes` is -1 then.
+        of_any: whether it also deals images whose masks or boxes have no class; their number in
+            `Drawing.classes` is then -1.
     """
 
     def decorate(drawer: Drawer) -> Drawer:
@@ -93,28 +93,28 @@ def drawers() -> Mapping[str, Drawer]:
 
 
 def deals_any(kind: str) -> bool:
-    """Whether a kind deals images whose masks or boxes have no class, too."""
+    """Whether a kind also deals images whose masks or boxes have no class."""
     return kind in drawers() and kind in _OF_ANY
 
 
 def written_kinds() -> str:
-    """How each kind is asked for: ``classes=NUMBER, iid, ...``."""
+    """The forms of all kinds on the command line: ``classes=NUMBER, iid, ...``."""
     return ", ".join(kind if kind in _WITHOUT_NUMBER else f"{kind}=NUMBER" for kind in drawers())
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a partition of given images is drawn from."""
+    """Everything that is needed to draw a partition of given images."""
 
     kind: str
     number: float
     num_clients: int
     images_per_client: int | None
-    """Images of each client; None: as many as there are for each."""
+    """Number of images of each client; None: an equal part of all images."""
     seed: int
 
     def draw(self, classes: IntArray, images: Images | None = None) -> PartitionIndex:
-        """The partition of images with these classes, ``[N]``; ValueError where they do not allow it."""
+        """Draw the partition of images with these classes, ``[N]``. Raises ValueError if it is impossible."""
         each = self.images_per_client or len(classes) // self.num_clients
         drawing = Drawing(classes, self.seed, self.num_clients, each, images)
         return drawers()[self.kind](drawing, self.number)
@@ -129,7 +129,7 @@ def read_name(name: str) -> Recipe | None:
     """The recipe in a `Recipe.name`; None for any other text.
 
     Raises:
-        ValueError: for a name that is almost one: another form of the number, no client, a seed too large.
+        ValueError: for a name that is almost valid: another form of the number, no client, a seed too large.
     """
     found = _WHOLE_NAME.fullmatch(name)
     if found is None or found[1] not in drawers() or (found[2] is None) != (found[1] in _WITHOUT_NUMBER):

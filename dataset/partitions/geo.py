@@ -1,4 +1,4 @@
-"""Partitions by place: S2 cells, divided in four as long as one holds too many images.
+"""Partitions by place: S2 cells, which are divided in four while they contain too many images.
 
 Hsu, Qi and Brown, Section 4.1 (iNaturalist-Geo): starting from the six faces of S2's cube, every cell with
 more than N_max images is divided into its four children; then cells with fewer than N_min = 0.01 N_max are

@@ -23,28 +23,28 @@ from dataset.store.views import PARTITIONED, SingleLabelView
 from dataset.store.writer import put_partitions
 
 COPIED = 1 << 26
-"""Bytes that are copied at once."""
+"""Number of bytes that are copied at once."""
 
 
 def default_taxonomy(file: DataFile) -> str:
-    """The annotation whose classes count where none is named: ``labels``, or else the file's first."""
+    """The annotation that is used if none is named: ``labels``, or else the file's first."""
     return "labels" if "labels" in file.annotation_names else next(iter(file.annotation_names), "labels")
 
 
 def drawn_of(file: DataFile, recipe: Recipe, taxonomy: str = "labels") -> PartitionIndex:
     """The partition of the training images that have one class in ``taxonomy``, as rows of the file.
 
-    The class of an image with a mask or boxes is the lowest that it contains, as FedML deals images with
-    masks (background is no class). Where it contains none, only kinds that do not look at classes deal it.
+    The class of an image with a mask or boxes is the lowest that it contains, as in FedML for masks
+    (background is no class). An image without any class is dealt only by kinds that do not use classes.
 
     Raises:
-        ValueError: when it cannot be drawn of these images.
+        ValueError: when it cannot be drawn from these images.
     """
     view = SingleLabelView(file, taxonomy=taxonomy, lowest=True)
     index, annotation = file.split(PARTITIONED), file.split(PARTITIONED).annotations[taxonomy]
     present = file.present(PARTITIONED, taxonomy)
     if isinstance(annotation, LabelMatrix) or not deals_any(recipe.kind):
-        rows = np.sort(view.split(PARTITIONED).file_rows)  # a partition is of images, whoever took them
+        rows = np.sort(view.split(PARTITIONED).file_rows)  # a partition ignores the file's own users
         classes = present.lowest().take(rows).indices.astype(np.int64)
     else:
         rows = np.arange(index.num_images)
@@ -58,12 +58,12 @@ def drawn_of(file: DataFile, recipe: Recipe, taxonomy: str = "labels") -> Partit
 
 
 def read_csv(file: DataFile, path: Path) -> PartitionIndex:
-    """The partition in a CSV with the columns ``image_id,user_id``; images that it does not list, or whose
-    user is ``NA``, belong to nobody.
+    """The partition in a CSV with the columns ``image_id,user_id``. Images that it does not list, or whose
+    user is ``NA``, have no owner.
 
     Raises:
-        ValueError: that names file and line, for a CSV that cannot be read, and for an image that is none of
-            the training images.
+        ValueError: for a CSV that cannot be read, or an image that is not one of the training images; the
+            message names file and line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -88,17 +88,17 @@ def read_csv(file: DataFile, path: Path) -> PartitionIndex:
 def write_with(
     file: DataFile, output: Path, partitions: Mapping[str, PartitionIndex], drawn: Mapping[str, Any]
 ) -> None:
-    """Write a copy of a file that holds these partitions too, or in the place of those of the same names.
+    """Write a copy of a file with these additional partitions, which replace those of the same names.
 
     Args:
-        file: one of our own.
-        output: the path of the copy; it may be that of the file.
-        partitions: by name.
-        drawn: what each drawn one was drawn from, for the provenance.
+        file: a file in our own format.
+        output: the path of the copy, which may be that of the file.
+        partitions: the partitions by name.
+        drawn: how each drawn partition was drawn, for the provenance.
 
     Raises:
-        ValueError: for a file of another make, a name that cannot be a partition's, and a partition that is
-            none of these images.
+        ValueError: for a file in another format, a name that a partition cannot have, and a partition that
+            does not fit these images.
         OSError: if the disk is full.
     """
     if file.reader.content_sha256 is None:

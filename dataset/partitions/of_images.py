@@ -1,9 +1,9 @@
 """Partitions by what images contain, or by when they were taken: `most-frequent` and `windows`.
 
-``most-frequent`` (He et al., FedCV, arXiv 2111.11066, for COCO): all images that contain the category of the
-most images go to client 0; of the images that are left, the same again for the next client, and so on. The
-last client has the rest. ``windows`` cuts each user's images, in the order of their ids, into stretches of
-neighbours: parts of a drive differ as its streets do.
+``most-frequent`` (He et al., FedCV, arXiv 2111.11066, for COCO): all images with the most frequent category
+go to client 0. The same is repeated with the remaining images for the next client, and so on. The last client
+gets the rest. ``windows`` divides each user's images, sorted by id, into stretches of neighbours. Parts of a
+drive, for example, differ because the streets do.
 
 Shape letters: N images, K classes, C clients.
 """
@@ -50,13 +50,13 @@ def most_frequent(drawing: Drawing, _: float) -> PartitionIndex:
 
 @drawn("windows", numbered=False, of_any=True)
 def windows(drawing: Drawing, _: float) -> PartitionIndex:
-    """C stretches of neighbouring images, each of one user, of sizes as equal as that allows.
+    """C stretches of neighbouring images, each of one user, with sizes as equal as possible.
 
-    A user gets a further window as long as its windows are larger than any other user's. Digits in ids count
-    as numbers. The k-th window of a user has the name ``USER-k``. The seed changes nothing.
+    Repeatedly, the user with the largest windows gets one more window. Digits in ids are sorted as numbers.
+    The k-th window of a user has the name ``USER-k``. The seed changes nothing.
 
     Raises:
-        ValueError: for fewer clients than users, and more than images.
+        ValueError: for fewer clients than users, or more clients than images.
     """
     images, clients = _known(drawing, "windows"), drawing.num_clients
     rows_of: dict[str, list[int]] = {}

@@ -21,7 +21,7 @@ from dataset.store.index import PartitionIndex
 PATIENCE = 20
 """Draws for each image of a client, after which p is spread."""
 SPREAD = 0.02
-"""What each p(k) grows by."""
+"""The number by which each p(k) grows."""
 
 
 @drawn("pfl-dirichlet")
@@ -29,8 +29,7 @@ def pfl_dirichlet(drawing: Drawing, alpha: float) -> PartitionIndex:
     """``alpha``: the parameter of each class.
 
     Raises:
-        ValueError: for an alpha that is not above 0, or too near to it, and for more images to deal than
-            there are.
+        ValueError: when alpha is not above 0 or too close to it, or there are fewer images than to be dealt.
     """
     classes, each = drawing.classes, drawing.images_per_client
     check_parameter(alpha)

@@ -1,4 +1,4 @@
-"""Clients of different sizes whose images are all drawn alike (quantity skew).
+"""Clients of different sizes with images from the same distribution (quantity skew).
 
 ``quantity-dirichlet``: the shares of the images are drawn from Dir(beta, ..., beta), again while a client has
 fewer than ten images (Li, Diao, Chen and He, NIID-Bench, arXiv 2102.02079, Section IV-C). ``quantity-linear``
@@ -21,7 +21,7 @@ def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
     """``beta``: the parameter of each client; the smaller it is, the more sizes differ.
 
     Raises:
-        ValueError: for a beta that is not above 0, and where no try gives each client enough images.
+        ValueError: when beta is not above 0, or no try gives each client enough images.
     """
     clients, num_images = drawing.num_clients, len(drawing.classes)
     check_parameter(beta)

@@ -1,8 +1,8 @@
-"""How unequal the users of a single-label data set are, for each way of dealing its images to users.
+"""Measures how unequal the users of a single-label data set are, for each partition of its images.
 
-The distance of a client's class distribution q_k to the population's p is the L1 norm, in [0, 2], which Hsu,
-Qi and Brown (Section 6.1) call the earth mover's distance (EMD). ``python -m dataset.partitions`` prints and
-draws what is measured here.
+The distance of a client's class distribution q_k from the population's p is the L1 norm, in [0, 2]. Hsu, Qi
+and Brown (Section 6.1) call it the earth mover's distance (EMD). ``python -m dataset.partitions`` prints and
+draws these statistics.
 
 Shape letters: U clients, N images, K classes.
 """
@@ -22,7 +22,7 @@ from dataset.store.index import PartitionIndex
 from dataset.store.views import PARTITIONED, SingleLabelView
 
 OWN_USERS = "users"
-"""What the file's own users are called beside its partitions."""
+"""The name of the file's own users, in a list with its partitions."""
 SHOWN = 50
 """Clients whose images are counted class by class, for the picture."""
 
@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Statistics:
-    """One way of dealing the images of a split."""
+    """The statistics of one partition of a split."""
 
     split: str
     name: str
@@ -66,7 +66,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A partition's numbers, before they are summed up."""
+    """A partition's numbers by client, from which its statistics are computed."""
 
     split: str
     name: str
@@ -111,10 +111,10 @@ def measure(
     """The statistics of each partition of the training images, and of each split with more than one user.
 
     Args:
-        file: whose images they are.
-        taxonomy: whose labels are the classes; an image with a mask or boxes counts as the lowest class that
-            it contains.
-        new: partitions of the training images that the file does not hold, or in place of its own.
+        file: the data file.
+        taxonomy: the annotation with the classes; an image with a mask or boxes counts as the lowest class
+            that it contains.
+        new: further partitions of the training images, which replace those of the same names.
     """
     plain, new = SingleLabelView(file, taxonomy=taxonomy, lowest=True), new or {}
     views = [replace(plain, partition=name) for name in plain.partition_names if name not in new]

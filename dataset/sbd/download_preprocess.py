@@ -2,8 +2,8 @@
 
     python -m dataset.sbd.download_preprocess --output_file F [--source DIR]
 
-Nobody is known who took the images: draw clients with ``python -m dataset.partitions``, or give
-``--users_csv``. SBD's own train and val are the splits: its train overlaps VOC 2012's val.
+The photographers are not known: draw clients with ``python -m dataset.partitions``, or give ``--users_csv``.
+SBD's own train and val are the splits. Its train overlaps VOC 2012's val.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One matrix of bytes out of a MATLAB file of level 5, whatever the file holds.
+"""Reads one matrix of bytes from a MATLAB file of level 5, safely for any content.
 
-SciPy's reader ends the process (a segmentation fault) on damaged files, and allocates what they declare; this
-one reads a field of a struct, checks every length against the bytes that are there, and ends in a ValueError.
+SciPy's reader crashes (a segmentation fault) on damaged files, and allocates the sizes that they declare.
+This one reads a field of a struct, checks every length against the available bytes, and raises a ValueError.
 The format is The MathWorks' "MAT-File Format", chapter 1.
 """
 

@@ -32,7 +32,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
+    """Read the annotations; see `dataset.fetch.annotated.Layout.read`."""
     split_of: dict[str, str] = {}
     for split in LISTS:
         if f"{split}.txt" in files:

@@ -1,1 +1,1 @@
-"""The HDF5 file: schema, writer, reader, index, validator and images."""
+"""The HDF5 file: its schema, writer, reader, index, validator and images."""

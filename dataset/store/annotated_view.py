@@ -1,4 +1,4 @@
-"""A file as training sees it where each image has an annotation of another kind than labels."""
+"""A file as training sees it, if each image has another annotation than labels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AnnotatedView(SingleLabelView):
 
     kind: ClassVar[type[Masks] | type[Boxes]]
     purpose: ClassVar[str]
-    """What an annotation of the kind is, for a message."""
+    """The kind of annotation in words, for a message."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ Every annotation has the names of its K classes beside it (`dataset.store.index.
 elements are class numbers. Shape letters: N images, K classes, P labels of all images together, M boxes of
 all images together, B bytes of all masks together.
 
-Masks and boxes refer to the image in its own size, whatever the size at which its pixels are stored or read.
+Masks and boxes refer to the image in its own size, even if its pixels are stored or read at another size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Kind = Literal["label set", "class", "mask", "boxes"]
 
 _PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length, name and size in IHDR
 VOID = 255
-"""The number of a mask's pixels that belong to no class."""
+"""The class number of a mask's pixels that belong to no class."""
 BACKGROUND = "background"
-"""The name of a mask's class 0, where that is what belongs to no object."""
+"""The name of a mask's class 0, if that is for pixels of no object."""
 
 CROWD, DIFFICULT = 1, 2
-"""Bits of a box's flags: it surrounds a group of objects (COCO), it need not be found (PASCAL VOC)."""
+"""Bits of a box's flags: the box surrounds a group of objects (COCO); it need not be found (PASCAL VOC)."""
 
 LEAF_TYPES = dict.fromkeys(("indptr", "offsets"), "<i8") | dict.fromkeys(("indices", "classes"), "<u2")
 LEAF_TYPES |= {"png": "|u1", "corners": "<f4", "flags": "|u1"}
@@ -206,7 +206,7 @@ def restored(kind: Kind, columns: Mapping[str, npt.NDArray[Any]], num_labels: in
 
 
 def present(annotation: Annotation, first: int = 0) -> LabelMatrix:
-    """The classes from ``first`` on that each image contains, whatever the annotation; masks are decoded.
+    """The classes from ``first`` on that each image contains, for any kind of annotation; masks are decoded.
 
     Raises:
         ValueError: with a clause, for a mask that cannot be read.
@@ -256,7 +256,7 @@ def check_annotation(name: str, annotation: Annotation, num_images: int) -> None
 
 
 def fault_of_mask(png: bytes, size: tuple[int, int], num_labels: int) -> str | None:
-    """What is wrong with the mask of an image of this height and width, as a clause."""
+    """A clause that says what is wrong with an image's mask, given its height and width; None if nothing."""
     try:
         mask = read_mask(png)
     except ValueError as error:
@@ -268,7 +268,7 @@ def fault_of_mask(png: bytes, size: tuple[int, int], num_labels: int) -> str | N
 
 
 def fault_of_boxes(corners: npt.NDArray[Any], size: tuple[int, int]) -> str | None:
-    """What is wrong with the boxes, ``[m, 4]``, of an image of this height and width, as a clause."""
+    """A clause that says what is wrong with an image's boxes ``[m, 4]``, given its height and width."""
     left, top, right, bottom = np.asarray(corners, np.float64).reshape(-1, 4).T
     inside = (
         (left >= 0) & (left < right) & (right <= size[1]) & (top >= 0) & (top < bottom) & (bottom <= size[0])
@@ -313,7 +313,7 @@ def positions(counts: npt.NDArray[Any]) -> IntArray:
 
 
 def gathered(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """The offsets of these rows' parts alone, and the places of their elements among all."""
+    """The offsets of only these rows' parts, and the positions of their elements among all elements."""
     counts = offsets[rows + 1] - offsets[rows]
     return offsets_of(counts), np.repeat(offsets[rows], counts) + positions(counts)
 
@@ -324,7 +324,7 @@ def within(values: npt.NDArray[Any], bound: int) -> bool:
 
 
 def rises(offsets: npt.NDArray[Any], parts: int, total: int, least: int) -> bool:
-    """Whether offsets of so many parts rise from 0 to the total, by at least so much each."""
+    """Whether the offsets of ``parts`` parts rise from 0 to ``total``, each time by at least ``least``."""
     return bool(
         len(offsets) == parts + 1
         and offsets[0] == 0

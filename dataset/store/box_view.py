@@ -1,7 +1,7 @@
-"""A file as training sees it where each image has boxes.
+"""A file as training sees it, if each image has boxes.
 
-Shape letters: U users, N images of a split, C classes, S image side, M boxes of the image that has the most,
-n rows asked for.
+Shape letters: U users, N images of a split, C classes, S image side, M boxes of the image with most boxes, n
+rows asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataset.store.views import Split
 
 COLUMNS = 6
 NO_BOX = -1
-"""The class of a row that is no box."""
+"""The class of a row without a box."""
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -53,8 +53,8 @@ class SplitBoxes(Split):
 class BoxView(AnnotatedView):
     """A file seen as images with any number of boxes.
 
-    An image that is no square is scaled by width and height apart, and its boxes with it, which leaves the
-    overlap of any two boxes as it is.
+    Width and height of an image that is no square are scaled separately, and its boxes with it. This does not
+    change the overlap of two boxes.
     """
 
     taxonomy: str = "objects"

@@ -2,9 +2,9 @@
 
 Numbers are kept as float32 or rounded to float16, and always read as float32.
 
-They lie beside the data file, in ``F.features/KEY``; the key is a digest of all that they depend on. Rows are
-computed in blocks of `BLOCK`. A block counts from the moment that its checksum is written, after its numbers,
-so that a run that is killed loses the block that it was at.
+They are beside the data file, in ``F.features/KEY``, where the key is a digest of everything that they depend
+on. Rows are computed in blocks of `BLOCK`. A block is valid once its checksum is written, after its numbers,
+so a killed run loses only its current block.
 
 Shape letters: N images of a split, n rows asked for, D features of an image.
 """
@@ -29,7 +29,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 BLOCK = 1024
-"""Rows."""
+"""Number of rows in a block."""
 FULL = "float32"
 """The format in which features are computed, by numpy's name."""
 
@@ -38,8 +38,8 @@ class FeatureColumn:
     """The features of one split, ``[N, D]``.
 
     Args:
-        folder: that of all splits.
-        split: its name.
+        folder: the folder for all splits.
+        split: the name of the split.
         num_rows: N.
         width: D.
         kind: the format in which numbers are kept, by numpy's name.
@@ -63,7 +63,7 @@ class FeatureColumn:
         return self.num_rows * self._row_bytes
 
     def missing(self, rows: IntArray) -> list[int]:
-        """The blocks of these rows that are not on disk, or that changed there since they were written."""
+        """The blocks of these rows that are not on disk, or were changed there since they were written."""
         self._done = self._checked()
         wanted = np.unique(np.asarray(rows, np.int64) // BLOCK).tolist()
         return [block for block in wanted if block not in self._done]
@@ -76,12 +76,12 @@ class FeatureColumn:
         """Write a block.
 
         Args:
-            block: its number.
-            features: of its rows, ``[n, D]``.
+            block: the block's number.
+            features: the features of its rows, ``[n, D]``.
 
         Raises:
-            ValueError: when they are not finite, or beyond the range of the format in which they are kept.
-            OSError: one clause with the path, such as of a full disk.
+            ValueError: when they are not finite, or outside the range of the format in which they are kept.
+            OSError: one clause with the path, for example when the disk is full.
         """
         assert features.shape == (len(self.rows_of(block)), self._width)
         if not np.isfinite(features).all():
@@ -133,11 +133,11 @@ class FeatureColumn:
 
 
 class FeatureCache:
-    """The features of a file's splits, read as a view's pixels are.
+    """The features of a file's splits, which are read like a view's pixels.
 
     Args:
-        data: the data file, beside which they lie.
-        depends_on: all that they depend on, which decides the folder; ``kind`` does, too.
+        data: the data file, beside which they are kept.
+        depends_on: everything that they depend on; it and ``kind`` determine the folder.
         counts: N of each split.
         width: D.
         kind: the format in which they are kept, by numpy's name.
@@ -151,7 +151,7 @@ class FeatureCache:
         width: int,
         kind: str = FULL,
     ) -> None:
-        # folders of full precision are as old as the first features, whose key does not name the format
+        # the key of full precision does not name the format, so that older folders stay valid
         self._about = {**depends_on, **({} if kind == FULL else {"format": kind})}
         key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
         self.folder = data.with_name(f"{data.name}.features") / key[:16]
@@ -185,7 +185,7 @@ class FeatureCache:
             compute: the features of some rows of a split.
 
         Raises:
-            ValueError: when the disk has no room for all of them.
+            ValueError: when the disk has not enough space for all of them.
             OSError: one clause with the path.
         """
         need = sum(self._columns[name].num_bytes for name in {name for name, _ in blocks})

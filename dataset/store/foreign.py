@@ -1,4 +1,4 @@
-"""Read the predecessors' HDF5 files as they stand: pfl-research's and ml-flair's, grouped by user or not.
+"""Reads the predecessors' HDF5 files without conversion: pfl-research's and ml-flair's, grouped or not.
 
     /{split}/{user_id}/images [n,H,W,3], image_ids [n]          grouped, with labels either as
                       /labels_row, labels_col                     coordinates (pfl-research), or as
@@ -47,7 +47,7 @@ class ForeignReader:
     """A predecessor's file behind the interface of `dataset.store.native.NativeReader`."""
 
     storage: Storage = "raw"
-    image_size: int | None = None  # each data set has a shape of its own
+    image_size: int | None = None  # HDF5 data sets have different shapes
     content_sha256: str | None = None
 
     def __init__(self, path: Path) -> None:
@@ -165,7 +165,7 @@ class ForeignReader:
 
 @contextmanager
 def _named(path: Path, split: str) -> Iterator[None]:
-    """Turn what is wrong with a split into one ValueError that names file and split."""
+    """Turn errors of reading a split into one ValueError that names file and split."""
     try:
         yield
     except (KeyError, OSError, RuntimeError, TypeError, OverflowError, ValueError) as error:
@@ -185,7 +185,7 @@ def _numbers(text: bytes | str) -> dict[str, int]:
 
 
 def _image_ids(part: h5py.Group, user: str) -> npt.NDArray[np.bytes_]:
-    """The ids of a user's images, which agree with the images' shape."""
+    """The ids of a user's images, whose number is checked against the images' shape."""
     ids, images = dataset(part, "image_ids")[()], dataset(part, "images")
     if ids.dtype.kind != "S" or ids.ndim != 1:
         raise ValueError(f"user {user} has image_ids that are no text")

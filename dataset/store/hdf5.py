@@ -79,8 +79,8 @@ class DataFile:
     """Reads a file. Cheap to construct; may be shared by threads, forked, and pickled (as its path).
 
     Raises:
-        ValueError: in one line, if the file is missing, no HDF5, truncated, of no known layout, or newer
-            than this code.
+        ValueError: one line, if the file is missing, no HDF5, truncated, of an unknown layout, or newer than
+            this code.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -95,7 +95,7 @@ class DataFile:
         self.image_size = self.reader.image_size
         """Side of every stored image in pixels; None if not known or not the same."""
         self.provenance = self.reader.provenance
-        """What is known of where the data came from."""
+        """The known origin of the data."""
         self.annotation_names = tuple(self.reader.label_mappings)
         """The annotations that the file holds."""
         self._splits: dict[str, SplitIndex] = {}
@@ -104,7 +104,7 @@ class DataFile:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content; of a file of another make, of its size and all but its pixels."""
+        """SHA-256 of the content; for a predecessor's file, of its size and everything but its pixels."""
         if self.reader.content_sha256 is not None:
             return self.reader.content_sha256
         digest = hashlib.sha256(f"{self.path.stat().st_size}".encode())
@@ -119,7 +119,7 @@ class DataFile:
         return digest.hexdigest()
 
     def content_sha256(self) -> str:
-        """SHA-256 of the content; of a file of another make, of all its bytes: it is read once."""
+        """SHA-256 of the content; for a predecessor's file, of all its bytes, which are read once."""
         return self.reader.content_sha256 or file_digest(self.path)
 
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
@@ -216,7 +216,7 @@ class DataFile:
 
     @contextmanager
     def _named(self, split: str, row: int) -> Iterator[None]:
-        """Name the image in what is said of it."""
+        """Add the image's name to errors in this context."""
         try:
             yield
         except ValueError as error:

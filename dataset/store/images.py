@@ -3,9 +3,9 @@
 Shape letters: N images, S side in pixels. One definition of "this image at S x S" serves the preprocessing
 and the reader, so that raw storage at S and JPEG storage read at S hold the same pixels, bit for bit.
 
-A file keeps the bytes of JPEGs as they are. PNG, WebP and GIF images are decoded and encoded as JPEG, without
-chroma subsampling, at a quality that the file records. What a JPEG cannot hold is brought into it by rule:
-transparent images are laid over a background, 16 bits become 8 by leaving out the lower byte, and of an
+A file keeps the bytes of JPEGs unchanged. PNG, WebP and GIF images are decoded and encoded as JPEG, without
+chroma subsampling, at a quality that the file records. Features that a JPEG cannot have are converted by
+rule: transparent images are laid over a background, 16 bits become 8 by dropping the lower byte, and of an
 animation the first frame is taken. Colour profiles and orientation are ignored, as they are for JPEGs.
 """
 
@@ -24,9 +24,9 @@ Pixels = npt.NDArray[np.uint8]
 
 MAX_PIXELS = 1 << 26
 MAX_PIXELS_PER_BYTE = 1024
-"""Beyond the first 2^20 pixels. The emptiest JPEG of use, one colour, has some 350 pixels for a byte."""
+"""Most pixels for a byte beyond the first 2^20 pixels. A JPEG of a single colour has about 350."""
 MAX_SCANS = 100
-"""A progressive JPEG has about ten; each costs a pass over all of the image, however few its bytes."""
+"""Most scans of a JPEG. A progressive one has about ten; each costs a pass over the whole image."""
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF markers: they hold height and width
@@ -36,8 +36,8 @@ _SCAN = 0xDA
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
     """Width and height from a JPEG's header; pixels are not decoded (ITU-T T.81, Annex B).
 
-    Walks the segments to the first scan and looks for the end marker behind it, so that it finds a file
-    that is no JPEG, is cut off, or has a broken header; not a flipped bit in the pixels.
+    It walks the segments to the first scan and looks for the end marker behind it. So it detects a file that
+    is no JPEG, is cut off, or has a broken header, but not a flipped bit in the pixels.
 
     Raises ValueError with a clause that says what is wrong.
     """
@@ -71,14 +71,14 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
 
 
 def refuse_size(width: int, height: int, data: bytes | memoryview) -> None:
-    """ValueError for a declared size that no image of so many bytes has, or that is too large in any case."""
+    """Raise ValueError for a declared size that is too large, or impossible for this number of bytes."""
     pixels = width * height
     if pixels > MAX_PIXELS or pixels > (1 << 20) + MAX_PIXELS_PER_BYTE * len(data):
         raise ValueError(f"it declares {width} x {height} pixels in {len(data):,} bytes")
 
 
 def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
-    """Raise ValueError where `refuse_size` does, and for a JPEG of too many scans."""
+    """Raise ValueError as `refuse_size` does, and for a JPEG with too many scans."""
     refuse_size(width, height, data)
     if bytes(data).count(b"\xff\xda") > MAX_SCANS:
         raise ValueError(f"it has more than {MAX_SCANS} scans")
@@ -87,16 +87,16 @@ def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
 def decode(data: bytes | memoryview, image_size: int | None, out: Pixels | None = None) -> Pixels:
     """The image as RGB, ``[S, S, 3]`` uint8 with S = ``image_size``, or in its own size if that is None.
 
-    The decoder is libjpeg-turbo, asked to be strict: Pillow, which gives the same pixels in twice the time,
-    paints over a damaged stretch without a word. Of photographs with 200 bytes of the stream zeroed, 200
-    randomised, or the second half cut out, 77, 95 and 100 % are refused (by Pillow 0, 56 and 0 %); after a
-    single flipped bit (17 %) most are valid JPEGs still.
+    The decoder is libjpeg-turbo in strict mode. Pillow, which gives the same pixels in twice the time,
+    silently paints over damage. Of photographs with 200 bytes of the stream zeroed, 200 randomised, or the
+    second half removed, 77, 95 and 100 % are refused (by Pillow 0, 56 and 0 %). After a single flipped bit 17
+    % are, since most are still valid JPEGs.
 
     An image of another size is resized (antialiased bilinear; an oblong image is squashed to a square). A
     JPEG of more than twice the side is decoded at a fraction of its size, but at no less than 2 S: on
     photographs of 256 pixels read at 64 this moves pixels by 0.6 of 255 levels on average.
 
-    With ``out``, of the result's shape, the pixels are put there.
+    With ``out``, which has the result's shape, the pixels are written there.
 
     Raises ValueError with a clause that says what is wrong.
     """
@@ -146,7 +146,7 @@ _UNDECODABLE = (
     OSError, ValueError, SyntaxError, TypeError, IndexError, EOFError, OverflowError,
     Image.DecompressionBombError,
 )  # fmt: skip
-"""What Pillow raises for damaged images, and for those that declare more pixels than it opens."""
+"""Pillow's exceptions for damaged images, and for those that declare more pixels than it opens."""
 Background = Literal["white", "black", "grey"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 _LEVELS = {"white": 255, "black": 0, "grey": 128}
@@ -159,8 +159,8 @@ class Transcoding:
     """How images that are no JPEGs become JPEGs.
 
     Attributes:
-        quality: of the JPEG, 1 to 100, as libjpeg counts.
-        background: what transparent images are laid over.
+        quality: the JPEG's quality, 1 to 100, on libjpeg's scale.
+        background: the colour over which transparent images are laid.
 
     Raises:
         ValueError: for a quality out of range.
@@ -175,7 +175,7 @@ class Transcoding:
 
 
 def other_format(data: bytes | memoryview) -> str | None:
-    """``PNG``, ``WEBP`` or ``GIF``; None for a JPEG and for whatever else."""
+    """``PNG``, ``WEBP`` or ``GIF``; None for a JPEG and for anything else."""
     head = bytes(data[:12])
     if head[:4] == b"RIFF" and head[8:] == b"WEBP":
         return "WEBP"

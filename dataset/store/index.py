@@ -1,4 +1,4 @@
-"""What is known of a data set without its pixels: users, images and annotations, in columns that agree.
+"""The index of a data set, without its pixels: users, images and annotations, in consistent columns.
 
 Shape letters: U users, N images, K classes.
 """
@@ -32,7 +32,7 @@ TAXONOMIES = ("labels", "fine_grained_labels")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 BAD_NAME = "its name has other characters than letters, digits and ._+-"
-"""What is wrong with the name of an annotation or partition that is no `NAME`."""
+"""The error for a name of an annotation or partition that does not match `NAME`."""
 _ALPHA = re.compile(
     r"(?:alpha|dirichlet)(?:-(total|per-class))?-([0-9.eE+-]+?)(?:-clients-[0-9]+)?(?:-seed-[0-9]+)?"
 )
@@ -41,7 +41,7 @@ _OLD_NAME = re.compile(r"dirichlet-(?=[0-9.])")
 
 
 class IdColumn(Sequence[str]):
-    """User or image ids as a fixed-width byte array; each becomes a string only when it is looked at."""
+    """User or image ids as a fixed-width byte array. An id becomes a string only when it is read."""
 
     def __init__(self, raw: npt.NDArray[np.bytes_]) -> None:
         self.raw = raw
@@ -86,8 +86,8 @@ class PartitionIndex:
 class SplitIndex:
     """One split. The images of user u are the rows ``user_offsets[u]:user_offsets[u + 1]``.
 
-    In the layout that is not grouped by user (``grouped=False`` in `DatasetIndex`) rows stand in the
-    source's order, ``user_offsets`` is empty, and ``user_index`` alone says whose an image is.
+    In the layout that is not grouped by user (``grouped=False`` in `DatasetIndex`) rows are in the source's
+    order, ``user_offsets`` is empty, and only ``user_index`` has an image's owner.
     """
 
     user_ids: Sequence[str]  # [U]
@@ -240,7 +240,7 @@ def known_as(name: str, names: Collection[str]) -> str:
 
 
 def meaning(partition: str | None, num_classes: int) -> str:
-    """What the alpha in a partition's name counts, as a clause; empty for a partition without an alpha.
+    """A clause that says what alpha means in a partition's name; empty for a partition without an alpha.
 
     Args:
         partition: ``dirichlet-total-0.3-seed-0``, its old form ``dirichlet-0.3-seed-0``, or ``alpha-0.30`` of

@@ -1,4 +1,4 @@
-"""A file as training sees it where each image has a mask.
+"""A file as training sees it, if each image has a mask.
 
 Shape letters: U users, N images of a split, C classes, S image side, n rows asked for.
 """

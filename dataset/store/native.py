@@ -1,6 +1,6 @@
-"""Our own file at rest: names and types of its parts, its checksums, and how it is read.
+"""Our own file format: names and types of its parts, its checksums, and its reader.
 
-The schema is written down in `dataset.store.hdf5`. Shape letters: U users, N images, S side in pixels.
+`dataset.store.hdf5` describes the schema. Shape letters: U users, N images, S side in pixels.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def damaged(path: Path | str, what: object, state: str = "damaged: ") -> ValueEr
 
 @contextmanager
 def opened(path: Path | str) -> Iterator[h5py.File]:
-    """An HDF5 file. What the library and the block complain of becomes one ValueError that names the file."""
+    """Open an HDF5 file. Errors of the library and the block become one ValueError that names the file."""
     if not Path(path).is_file():
         raise ValueError(f"no file {path}; make one with python -m dataset.NAME.download_preprocess")
     try:
         with h5py.File(path) as file:
             yield file
     except ValueError as error:
-        if str(path) in str(error):  # it has a sentence of its own
+        if str(path) in str(error):  # it names the file already
             raise
         raise damaged(path, error) from None
     except (OSError, RuntimeError, KeyError, TypeError, OverflowError) as error:
@@ -74,7 +74,7 @@ def opened(path: Path | str) -> Iterator[h5py.File]:
 
 
 def member(group: h5py.Group, name: str) -> Any:
-    """A group or data set of a file that may come from anywhere.
+    """A group or data set of an untrusted file.
 
     Raises:
         ValueError: with a clause, if it is missing; or if it, or any link to it, leads to another file.
@@ -94,7 +94,7 @@ def member(group: h5py.Group, name: str) -> Any:
 
 
 def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
-    """A data set of a file that may come from anywhere.
+    """A data set of an untrusted file.
 
     Raises:
         ValueError: with a clause, as `member`; or if it declares more bytes than could have been stored
@@ -122,7 +122,7 @@ def column(group: h5py.Group, name: str) -> npt.NDArray[Any]:
 
 
 def check_sum(data: h5py.Dataset, content: npt.NDArray[Any]) -> None:
-    """ValueError if what a data set holds does not agree with its checksum."""
+    """Raise ValueError if the content of a data set does not agree with its checksum."""
     if data.attrs.get("sha256") != checksum(content):
         raise ValueError(f"{data.name.strip('/')} does not agree with its checksum")
 

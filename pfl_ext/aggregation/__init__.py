@@ -1,1 +1,1 @@
-"""How the server makes one update of many, some of which may be made to harm it."""
+"""Rules by which the server combines updates into one, also where some of them are meant to do harm."""

@@ -21,10 +21,10 @@ class ByCoordinate(AggregationRule):
 
     @abstractmethod
     def dropped(self, n: int) -> int:
-        """How many are left out at either end."""
+        """How many of n values are left out at either end."""
 
     def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
-        """The mean of those that are left, summed by themselves: nothing is subtracted from a total."""
+        """The mean of the remaining values. They are summed alone; nothing is subtracted from a total."""
         out, ends = np.zeros(spool.length), self.dropped(len(rows))
         for part, block in spool.coordinates(rows):
             block.sort(axis=0)
@@ -34,12 +34,12 @@ class ByCoordinate(AggregationRule):
 
 @register("median")
 class Median(ByCoordinate):
-    """The median of each coordinate; of an even number of updates, the mean of the two in the middle."""
+    """The median of each coordinate; for an even number of updates, the mean of the two in the middle."""
 
     options: ClassVar[type] = SpooledOptions
 
     def dropped(self, n: int) -> int:
-        """How many values are left out at either end so that one or two are left."""
+        """How many values are left out at either end so that one or two remain."""
         return (n - 1) // 2
 
 
@@ -50,5 +50,5 @@ class TrimmedMean(ByCoordinate):
     options: ClassVar[type] = ToleratedOptions
 
     def dropped(self, n: int) -> int:
-        """How many values are left out at either end: f."""
+        """f, the number of values that are left out at either end."""
         return self.bad(n)

@@ -2,10 +2,10 @@
 (Pillutla, Kakade and Harchaoui 2022, "Robust Aggregation for Federated Learning", arXiv 1912.13445,
 Algorithm 2).
 
-It is the z that minimises ``sum_i p_i |z - x_i|``, p_i the weights of the mean. Smoothed Weiszfeld steps:
-``b_i = p_i / max(least_distance, |z - x_i|)``, then z becomes ``sum_i b_i x_i / sum_i b_i``. Each step goes
-through the updates twice. z starts at the median of each coordinate: from the mean, where the paper starts,
-an update of 1e10 takes more steps than the paper makes to be forgotten.
+It is the z that minimises ``sum_i p_i |z - x_i|``, with p_i the weights of the mean. A smoothed Weiszfeld
+step computes ``b_i = p_i / max(least_distance, |z - x_i|)``; then z becomes ``sum_i b_i x_i / sum_i b_i``.
+Each step reads the updates twice. z starts at the median of each coordinate. The paper starts at the mean;
+from there the paper's number of steps does not suffice to forget an update of 1e10.
 
 Letters: P numbers of an update.
 """
@@ -26,12 +26,12 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class WeiszfeldOptions(SpooledOptions):
-    """How near it comes."""
+    """Options of the iteration."""
 
     iterations: PositiveInt = 4
-    """Weiszfeld steps."""
+    """Number of Weiszfeld steps."""
     least_distance: PositiveFloat = 1e-5
-    """Distances below it count as this, so that no update has all of the weight."""
+    """Smaller distances are replaced by this one, so that no update gets all of the weight."""
 
 
 @register("geometric_median")
@@ -42,7 +42,7 @@ class GeometricMedian(AggregationRule):
     weighs: ClassVar[bool] = True
 
     def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
-        """After `iterations` steps."""
+        """z after `iterations` steps."""
         z = Median(self.chosen).aggregate(spool, rows)
         for _ in range(self.chosen.iterations):
             squares = np.zeros(len(rows))

@@ -2,10 +2,10 @@
 (Blanchard et al. 2017, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", arXiv
 1703.02757, sections 4 and 5.2).
 
-The score of an update is the sum of its squared distances to the n - f - 2 others that are nearest. Krum is
-the update of the least score, the first of equal ones, and Multi-Krum the mean of the m of least scores.
-Squared distances are summed over blocks of coordinates, in float64 and from updates, not from whole models,
-beside which differences of updates vanish.
+The score of an update is the sum of its squared distances to the n - f - 2 nearest other updates. Krum is the
+update with the least score (the first of equal ones). Multi-Krum is the mean of the m updates with the least
+scores. Squared distances are summed over blocks of coordinates in float64. They are computed from updates:
+between whole models the differences would be lost in rounding.
 
 Letters: n updates, f of them bad, m that are kept.
 """
@@ -25,14 +25,14 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class MultiKrumOptions(ToleratedOptions):
-    """How many are kept."""
+    """Options of Multi-Krum."""
 
     kept: PositiveInt | None = None
-    """Updates whose mean is taken, at most n - f; none: n - f."""
+    """m, the number of updates whose mean is taken, at most n - f; none: n - f."""
 
 
 def squared_distances(spool: Spool, rows: IntArray) -> DoubleArray:
-    """``[n, n]``, at least 0."""
+    """The squared distances between updates, ``[n, n]``, at least 0."""
     products, squares = np.zeros((len(rows), len(rows))), np.zeros(len(rows))
     for _, block in spool.coordinates(rows):
         products += block @ block.T
@@ -43,22 +43,22 @@ def squared_distances(spool: Spool, rows: IntArray) -> DoubleArray:
 
 
 class OfScores(AggregationRule):
-    """A mean of the updates of the least scores."""
+    """The mean of the updates with the least scores."""
 
     def least(self) -> str:
         """The condition of `works_with`, for an error message."""
         return "n > 2 f + 2"
 
     def works_with(self, n: int) -> bool:
-        """``n > 2 f + 2``."""
+        """Whether ``n > 2 f + 2``."""
         return n > 2 * self.bad(n) + 2
 
     def best(self, n: int) -> int:
-        """m."""
+        """m, the number of updates that are averaged."""
         return 1
 
     def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
-        """The mean of the m of least scores, all of the same weight."""
+        """The mean, with equal weights, of the m updates with the least scores."""
         n = len(rows)
         nearest = np.sort(squared_distances(spool, rows), axis=1)[:, 1 : n - self.bad(n) - 1]
         chosen = np.argsort(nearest.sum(1), kind="stable")[: self.best(n)]
@@ -67,18 +67,18 @@ class OfScores(AggregationRule):
 
 @register("krum")
 class Krum(OfScores):
-    """The update of the least score."""
+    """The update with the least score."""
 
     options: ClassVar[type] = ToleratedOptions
 
 
 @register("multi_krum")
 class MultiKrum(OfScores):
-    """The mean of those of the least scores."""
+    """The mean of the m updates with the least scores."""
 
     options: ClassVar[type] = MultiKrumOptions
 
     def best(self, n: int) -> int:
-        """m."""
+        """m, the number of updates that are averaged."""
         most = n - self.bad(n)
         return most if self.chosen.kept is None else min(self.chosen.kept, most)

@@ -1,9 +1,9 @@
 """The mean of updates whose L2 norm is bounded
 (Sun et al. 2019, "Can You Really Backdoor Federated Learning?", arXiv 1911.07963, section 4).
 
-It needs no update but one at a time, so the engine does it at no cost. An update that is not finite counts as
-0. With privacy it is one more scaling of a user's own update, before the mechanism clips it; the engine then
-trains users one after another.
+The bound looks at one update at a time, so the engine applies it at no cost. An update that is not finite
+counts as 0. With privacy this is one more scaling of a user's own update before the mechanism clips it; the
+engine then trains users one after another.
 
 Letters: U users, V variables, B the bound.
 """
@@ -29,15 +29,15 @@ from pfl_ext.privacy.mechanisms import BOUND_RANGE, FlatGaussianMechanism, layer
 from pfl_ext.stage import Stage
 
 BOUNDED = StringMetricName("fraction of updates above the norm bound")
-"""The metric of a round."""
+"""Name of a round's metric."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class NormBoundOptions:
-    """The bound."""
+    """Options of the norm bound."""
 
     bound: PositiveFloat = 1.0
-    """Greatest L2 norm of a user's update; a longer one is made that long."""
+    """B, the greatest L2 norm of a user's update; a longer update is scaled down to it."""
 
     def __post_init__(self) -> None:
         if not BOUND_RANGE[0] <= self.bound <= BOUND_RANGE[1]:
@@ -52,7 +52,7 @@ class NormBound(AggregationRule):
     weighs: ClassVar[bool] = True
 
     def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
-        """The mean of bounded updates from a spool, for attackers who look at all other updates first."""
+        """The mean of bounded updates from a spool, which is needed where attackers see all other updates."""
         squares = np.zeros(len(rows))
         for _, block in spool.coordinates(rows):
             squares += (block * block).sum(1)
@@ -63,7 +63,7 @@ class NormBound(AggregationRule):
 
 
 class BoundedUpdates(Stage):
-    """What a norm bound does to a user's update, by pfl's loop (before the weighting) or by the engine."""
+    """Bounds a user's update: in pfl's loop as the postprocessor before the weighting, or in the engine."""
 
     def __init__(self, bound: float) -> None:
         self._clipping = FlatGaussianMechanism(bound, 0.0)
@@ -72,13 +72,13 @@ class BoundedUpdates(Stage):
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """One user's update, scaled."""
+        """Scale one user's update."""
         clipped = self._clipping.clip(stats)
         above = float(~(clipped.whole & clipped.finite))
         return stats, Metrics([(BOUNDED, Weighted(above, 1))])
 
     def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors ``[U, V]`` and tallies ``[U, 5]`` from squared norms ``[U, V]``, as the engine asks."""
+        """Factors ``[U, V]`` and tallies ``[U, 5]`` from squared norms ``[U, V]``; the engine calls this."""
         scales, norms, whole, finite = self._clipping.user_scales(names, squared_norms)
         return scales, tally_of(norms, whole, finite)
 

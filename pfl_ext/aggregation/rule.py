@@ -1,10 +1,10 @@
-"""What every rule of aggregation offers, and the rules by name.
+"""The interface of every aggregation rule, and the rules by name.
 
 A rule is a class under ``@register("name")`` in this folder: ``aggregation.kind: name`` chooses it, and each
 field of its ``options`` is set as ``aggregation.options.FIELD``.
 
-Privacy is refused with all of them but the mean and the norm bound: one user can change which updates a
-median or Krum chooses, and so move the result by much more than its own share.
+Only the mean and the norm bound can be used with privacy. One user can change which updates a median or Krum
+chooses, and so move the result by much more than its own share.
 
 Letters: n updates x_i, f of them bad, P numbers of an update.
 """
@@ -23,21 +23,21 @@ from pfl_ext.configs import STRICT, NoOptions
 from pfl_ext.registry import Registry
 
 MEAN = "mean"
-"""The rule that every algorithm has."""
+"""Name of the rule that works with every algorithm."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SpooledOptions:
-    """What every rule has that needs all updates of a round at once.
+    """Options of every rule that needs all updates of a round at once.
 
     Bucketing (Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing",
     arXiv 2006.09365, Algorithm 1) applies the rule to the means of small groups of users, drawn in each
-    round, which differ less among themselves where users' images differ. One bad user spoils its whole group,
-    so with groups of s `tolerated` must be s times the share of bad users.
+    round. Where users' images differ, these means differ less than single updates. One bad user spoils its
+    whole group, so with groups of s `tolerated` must be s times the share of bad users.
     """
 
     bucket_size: PositiveInt = 1
-    """Users whose mean counts as one update, drawn at random in each round; 1: each user by itself."""
+    """s, the size of the groups, drawn in each round, whose mean counts as one update; 1: single users."""
     max_state_gb: PositiveFloat = 16.0
     """Most disk, in GB, for the updates of a round."""
 
@@ -51,37 +51,37 @@ class ToleratedOptions(SpooledOptions):
 
 
 class AggregationRule(ABC):
-    """One rule with its options."""
+    """An aggregation rule with its options."""
 
     options: ClassVar[type] = NoOptions
-    """The frozen dataclass of its options; a `SpooledOptions` of a rule that needs all updates at once."""
+    """The frozen dataclass of its options; a `SpooledOptions` if the rule needs all updates at once."""
     weighs: ClassVar[bool] = False
-    """Whether updates count by their weights; else they count alike."""
+    """Whether updates count by their weights; else all count the same."""
 
     def __init__(self, options: Any) -> None:
         self.chosen = options
 
     def least(self) -> str | None:
-        """What n must be, in words for a refusal; None: at least 1."""
+        """The condition on n, in words for a refusal; None: n is at least 1."""
         return None
 
     def works_with(self, n: int) -> bool:
-        """Whether so many updates are enough."""
+        """Whether n updates are enough."""
         return n > 0
 
     def bad(self, n: int) -> int:
-        """f among n updates."""
+        """f, the number of bad updates among n."""
         return int(self.chosen.tolerated * n + 1e-9)
 
     @abstractmethod
     def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
-        """One update ``[P]`` from those in some rows of a spool, with `Spool.weights`; at least one row."""
+        """Combine the updates in ``rows`` of a spool, at least one, into one ``[P]``, by `Spool.weights`."""
 
 
 RULES: Registry[type[AggregationRule]] = Registry("pfl_ext.aggregation", "aggregation.kind")
 """What ``aggregation.kind`` chooses by name."""
 register = RULES.register
-"""Decorator of a rule's class."""
+"""Class decorator that registers a rule under a name."""
 
 
 def by_blocks(spool: Spool, rows: IntArray, weights: DoubleArray) -> DoubleArray:
@@ -94,7 +94,7 @@ def by_blocks(spool: Spool, rows: IntArray, weights: DoubleArray) -> DoubleArray
 
 @register(MEAN)
 class Mean(AggregationRule):
-    """The weighted mean. It needs no spool, but where attackers look at all other updates first."""
+    """The weighted mean. It needs a spool only where attackers see all other updates."""
 
     weighs: ClassVar[bool] = True
 

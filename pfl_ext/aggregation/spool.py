@@ -1,7 +1,6 @@
-"""The updates of a round on disk, from which a rule reads all users' values of some coordinates at a time.
+"""The updates of a round on disk, from which a rule reads blocks of coordinates for all users.
 
-A cohort of 200 ResNets is 9 GB of updates; a block of their coordinates is `BLOCK_BYTES`, and no more is in
-memory.
+The updates of 200 ResNets take 9 GB. Only one block of their coordinates, of `BLOCK_BYTES`, is in memory.
 
 Letters: n users of a round, P numbers of an update, w coordinates of a block.
 """
@@ -28,12 +27,12 @@ BLOCK_BYTES = 2**25
 
 
 class Spool:
-    """``[n, P]`` float32 in a file without a name, which is gone with the process.
+    """``[n, P]`` float32 in a file without a name, which disappears with the process.
 
     Args:
         rows: n.
         length: P.
-        folder: on whose disk the file lies; None: that of temporary files.
+        folder: the folder of the file; None: that of temporary files.
 
     Raises:
         OSError: when the disk is full; one clause with the folder.
@@ -52,10 +51,10 @@ class Spool:
         mapped = mmap.mmap(self._file, max(1, 4 * rows * length))
         self._all: FloatArray = np.frombuffer(mapped, "<f4", rows * length).reshape(rows, length)
         self.weights: DoubleArray = np.zeros(rows)
-        """``[n]``; 0: nothing was written there."""
+        """The weights ``[n]``; 0 for a row that was not written."""
 
     def write(self, row: int, values: npt.ArrayLike, weight: float) -> None:
-        """One user's update ``[P]``, and its weight in a mean, above 0."""
+        """Write one user's update ``[P]``, with its weight in a mean, above 0."""
         content = np.ascontiguousarray(values, "<f4")
         assert content.shape == (self.length,)
         left, offset = content.data.cast("B"), 4 * row * self.length
@@ -66,11 +65,11 @@ class Spool:
         self.weights[row] = weight
 
     def overwrite(self, rows: IntArray, part: slice, values: DoubleArray) -> None:
-        """Give rows that were written before the same values ``[w]`` at these coordinates."""
+        """Write the same values ``[w]`` at some coordinates of all ``rows``, which were written before."""
         self._all[rows, part] = values
 
     def read(self, row: int) -> FloatArray:
-        """One user's update ``[P]``, a view."""
+        """A view of one user's update ``[P]``."""
         found: FloatArray = self._all[row]
         return found
 
@@ -79,7 +78,7 @@ class Spool:
         return np.flatnonzero(self.weights > 0)
 
     def finite_rows(self) -> IntArray:
-        """The written rows that hold nothing but finite numbers."""
+        """The written rows whose numbers are all finite."""
         rows = self.written_rows()
         known = np.ones(len(rows), bool)
         for block in self._blocks(rows):
@@ -91,14 +90,14 @@ class Spool:
             yield block
 
     def coordinates(self, rows: IntArray, kind: type = np.float64) -> Iterator[tuple[slice, npt.NDArray]]:  # type: ignore[type-arg]
-        """Some rows' values of one block of coordinates after another.
+        """Read some rows, one block of coordinates after another.
 
         Args:
-            rows: ``[n']``, of which a row of the blocks is.
-            kind: of the numbers.
+            rows: ``[n']``; row i of each block is ``rows[i]``.
+            kind: the type of the numbers.
 
         Yields:
-            Which coordinates, and a copy of their values ``[n', w]``.
+            The coordinates of a block, and a copy of their values ``[n', w]``.
         """
         width = max(1, BLOCK_BYTES // (8 * max(1, len(rows))))
         for first in range(0, self.length, width):
@@ -106,7 +105,7 @@ class Spool:
             yield part, self._all[rows, part].astype(kind)
 
     def bucketed(self, groups: Sequence[IntArray], folder: Path | None) -> Spool:
-        """Another spool whose rows are the weighted means of these groups of rows; of their joint weight."""
+        """A new spool with the weighted mean of each group of rows, and the sum of its weights."""
         made = Spool(len(groups), self.length, folder)
         for number, rows in enumerate(groups):
             mean = np.zeros(self.length, np.float32)

@@ -43,18 +43,18 @@ State = TypeVar("State")
 
 
 class UserState(Protocol):
-    """What an algorithm goes on from besides the model and the server's optimiser."""
+    """State that a run needs to continue, besides the model and the server's optimiser."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The state's tensors, for the checkpoint that is about to be written."""
         ...
 
     def saved(self) -> None:
-        """Called when the checkpoint of the last `tensors` has taken its name."""
+        """Is called once the checkpoint with the last `tensors` has its final name."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from the tensors of a checkpoint."""
+        """Restore the state from the tensors of a checkpoint."""
         ...
 
 
@@ -67,17 +67,17 @@ class Setup:
     num_rounds: int
     cohort_size: int
     by_images: bool
-    """Whether users weigh by their images; else they weigh alike."""
+    """Whether a user's weight is its number of images; else every user has the same weight."""
     private: bool
     """Whether what users send is clipped and noised, centrally or locally."""
     module: ImageClassifier
     users: FederatedImageDataset
     has_head_rate: bool = False
-    """Whether the head's local learning rate is not that of the other layers."""
+    """Whether the head has another local learning rate than the other layers."""
     clips_all: bool = False
     """Whether users clip the gradients of all variables together, by one norm."""
     devices: DevicesConfig | None = None
-    """Slow or unreliable devices; None: everybody does all its work in no time."""
+    """Slow or unreliable devices; None: every user does all of its work at once."""
     folder: Path | None = None
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
 
@@ -89,12 +89,12 @@ class Means(Setup):
     model: PyTorchModel
     """The run's network with the server's optimiser."""
     local: NNTrainHyperParams
-    """Users' training; of a round: `local_in`."""
+    """Users' local training; `local_in` gives that of one round."""
     score: Callable[[PyTorchModel], Metrics]
     server_rate: Callable[[int], float]
     """The server's learning rate in a round."""
     local_rate: Callable[[int], float] | None = None
-    """The users' learning rate in a round; None: that of `local` in all."""
+    """The users' learning rate in a round; None: that of `local` in every round."""
     seed: int
     postprocessors: Sequence[Postprocessor]
     """A weighting of users, and the mechanism of a private run."""
@@ -109,10 +109,10 @@ class Means(Setup):
     """What arranges the engine of an algorithm that trains whole cohorts with it."""
     compressor: Compressor | None = None
     """What compresses updates; None: they are sent as they are."""
-    rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # which is never changed
-    """What makes one update of many."""
+    rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # the default is never changed
+    """Combines the users' updates into one."""
     attack: Attack | None = None
-    """What attackers do; None: there are none."""
+    """What attackers send; None: there are no attackers."""
     attack_share: float = 0.0
     """Share of all users who attack."""
 
@@ -123,15 +123,16 @@ class Means(Setup):
         return replace(self.local, local_learning_rate=self.local_rate(number))
 
     def channel(self, names: Sequence[str]) -> Channel | None:
-        """The way of updates of these variables to the server; None: they are sent as they are."""
+        """The compression of updates of these variables; None: they are sent as they are."""
         if self.compressor is None or not names:
             return None
         module = self.model.pytorch_model
         return Channel(self.compressor, self.users, module, names, self.seed, self.folder)
 
     def stages(self, names: Sequence[str]) -> list[Stage]:
-        """What is done to updates of these variables before they are weighted: attackers change theirs, all
-        are compressed, and a rule other than the mean takes them.
+        """What is done to updates of these variables before they are weighted.
+
+        Attackers change theirs, all are compressed, and a rule other than the mean collects them.
         """
         module, attackers = self.model.pytorch_model, None
         if self.attack is not None:
@@ -156,7 +157,7 @@ class Means(Setup):
     def backend(
         self, before: Sequence[Postprocessor] = (), tuner: Tuner | None = None
     ) -> CentrallyEvaluatedBackend:
-        """What trains a cohort; ``before``: what is done to an update before it is weighted."""
+        """The backend that trains a cohort. ``before`` is applied to each update before it is weighted."""
         return CentrallyEvaluatedBackend(
             self.users,
             seed=self.seed,
@@ -170,30 +171,30 @@ class Means(Setup):
 
 
 class Choice:
-    """A class that is registered. What is not said here is refused, or empty."""
+    """Base of every registered algorithm. What a class does not declare here is refused, or empty."""
 
     options: ClassVar[type] = NoOptions
     """The frozen dataclass of its options."""
     refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
     """What it cannot be combined with, and why."""
     idle: ClassVar[str] = ""
-    """Keys of a config that it does not read, separated by blanks; one that ends with a dot: a section."""
+    """Config keys that it does not read, separated by blanks; a key that ends with a dot is a section."""
     idle_in_runtime: ClassVar[str] = ""
-    """Fields of a runtime that it does not read."""
+    """Fields of the runtime that it does not read."""
     tunes_engine: ClassVar[bool] = False
     """Whether it trains whole cohorts, by an engine that may be arranged by timing one."""
     sends: ClassVar[str] = "model update"
     """What is clipped in private training, in two or three words."""
     only_last: ClassVar[bool] = False
-    """Whether only the model of the last round is one of all users."""
+    """Whether only the last round's model has learnt from all users."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Sections of a config that it works with, of those that change users' updates on their way. A class says
-    so for itself, as its subclasses may send something else."""
+    """Config sections that change updates on their way to the server, and that this class works with. It is
+    not inherited, because a subclass may send something else."""
     files: ClassVar[tuple[str, ...]] = ()
     """Names of the files beside a run's checkpoints in which it keeps the state of users."""
 
     def __init_subclass__(cls) -> None:
-        """A subclass inherits what is refused, and nothing that had to be argued for another class."""
+        """A subclass inherits refusals. It inherits nothing that was only argued for its base class."""
         super().__init_subclass__()
         if "refusals" not in vars(cls):
             cls.refusals = {**PRIVACY_NOT_ARGUED, **cls.refusals}
@@ -202,12 +203,12 @@ class Choice:
 
     @classmethod
     def resolved(cls, options: Any) -> dict[str, Any]:
-        """Values of options that are left open, by key."""
+        """Values for options that were left as none, by key."""
         return {}
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what cannot be trained, before anything is written.
+        """Refuse a run that cannot be trained, before anything is written.
 
         Raises:
             ValueError: one line with the reason.
@@ -215,12 +216,12 @@ class Choice:
 
     @classmethod
     def start(cls, means: Means) -> Algorithm[Any]:
-        """The algorithm with its loop, for a run."""
+        """The algorithm for a run, with the loop that runs its rounds."""
         raise NotImplementedError
 
 
 class Traffic(NamedTuple):
-    """Bytes between the server and each user of a round; of an update as it is compressed."""
+    """Bytes between the server and each user of a round; updates count with their compressed size."""
 
     down: int
     up: int
@@ -229,9 +230,9 @@ class Traffic(NamedTuple):
 class Algorithm(Choice, ABC, Generic[State]):
     """An algorithm with a loop of its own: rounds that lead from one state to the next.
 
-    The state is all that training goes on from, so that a run which is killed and resumed ends as one that is
-    not: it must be a function of the config, the data and the number of rounds. With several workers each
-    of them holds the same state, and `pfl_ext.algorithms.clients` shares the users out.
+    The state is all that the next round needs. It must be a function of the config, the data and the number
+    of rounds, so that a run which is killed and resumed ends as one that is not. With several workers each
+    of them holds the same state, and `pfl_ext.algorithms.clients` divides the users among them.
     """
 
     def __init__(self, means: Means) -> None:
@@ -249,11 +250,11 @@ class Algorithm(Choice, ABC, Generic[State]):
 
     @abstractmethod
     def round(self, state: State, number: int) -> tuple[State, dict[str, Any]]:
-        """One round, the first has number 0; the state after it, and its line of ``metrics.jsonl``."""
+        """Run round ``number`` (from 0). Returns the state after it, and its line of ``metrics.jsonl``."""
 
     @abstractmethod
     def model(self, state: State) -> PyTorchModel:
-        """The run's model with the weights that are scored, and kept at the end."""
+        """The run's model with the weights that are scored, and that are saved at the end."""
 
     @abstractmethod
     def tensors(self, state: State) -> dict[str, Tensor]:
@@ -261,27 +262,27 @@ class Algorithm(Choice, ABC, Generic[State]):
 
     @abstractmethod
     def load(self, state: State, tensors: Mapping[str, Tensor]) -> State:
-        """The state in a checkpoint's `tensors`; ``state`` is that of `init`, which may be changed."""
+        """The state in a checkpoint's `tensors`. ``state`` comes from `init` and may be changed in place."""
 
     def saved(self) -> None:
-        """The checkpoint with the last `tensors` has taken its name."""
+        """Is called once the checkpoint with the last `tensors` has its final name."""
 
     def evaluate(self, state: State) -> Metrics:
         """The scores of a state."""
         return self.means.score(self.model(state))
 
     def bytes(self, state: State) -> Traffic:
-        """What a round sends: here each user gets the trained variables once, and gives as many back."""
+        """What a round sends. Here each user receives the trained variables once and sends as many back."""
         size = trained_bytes(self.means.module)
         return Traffic(size, size)
 
     def findings(self, state: State) -> dict[str, Any]:
-        """What the run has found besides a model, for ``results.json``; the keys are the algorithm's own."""
+        """Results other than the model, for ``results.json``; the algorithm chooses the keys."""
         return {}
 
     @property
     def engine(self) -> CohortEngine | None:
-        """What trains users; None: pfl's own loop."""
+        """The engine that trains users; None: pfl's own loop does."""
         return self.means.engine
 
 
@@ -293,4 +294,4 @@ def trained_bytes(module: ImageClassifier) -> int:
 ALGORITHMS: Registry[type[Choice]] = Registry("pfl_ext.algorithms", "federated.algorithm")
 """What ``federated.algorithm`` chooses by name."""
 register = ALGORITHMS.register
-"""Decorator of an algorithm's class: ``federated.algorithm`` chooses it by the name that is given."""
+"""Class decorator that registers an algorithm under the name by which ``federated.algorithm`` chooses it."""

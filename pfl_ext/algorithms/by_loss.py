@@ -1,19 +1,19 @@
-"""Averaging in which users count the more, the greater their losses: what q-FFL and tilted losses share.
+"""Averages in which a user with a greater loss has a greater weight: the common part of q-FFL and TERM.
 
-In a round t every user i of the cohort S first has its loss F_i at the model x that it received: the mean of
-the training loss over those of its images that take part in the round, each with a crop of its own. Then it
-trains as FedAvg's users do, which gives the update u_i. The server's optimiser steps on
+In a round every user i of the cohort S first computes its loss F_i at the model x that it received. F_i is
+the mean training loss over its images of this round, each cropped as in training. Then the user trains as in
+FedAvg, which gives the update u_i. The server's optimiser steps on
 
-    d = sum_{i in S} p_i c_i u_i / sum_{i in S} p_i c_i s_i,
+    d = sum_{i in S} p_i c_i u_i / sum_{i in S} p_i c_i s_i.
 
-with FedAvg's weight p_i (1, or the user's images), and what the algorithm makes of the losses: a tilt
-``c_i = exp(a_i - max a)`` and a stretch ``s_i >= 1``. Where all c_i and s_i are 1, d is FedAvg's mean update.
-A user without images has no loss, and counts for nothing.
+p_i is FedAvg's weight: 1, or the number of the user's images. The algorithm computes the tilt
+``c_i = exp(a_i - max a)`` and the stretch ``s_i >= 1`` from the losses. Where all c_i and s_i are 1, d is
+FedAvg's mean update. A user without images has no loss, and its weight is 0.
 
-It costs one more forward pass over a cohort's images than FedAvg; and users are trained one after another, so
-that one lane of the engine works, and users with a single step do not share a pass.
+A round costs one more forward pass over the cohort's images than in FedAvg. Users are trained one after
+another, so only one lane of the engine works, and users with a single step do not share a pass.
 
-Not for private training: a user's weight is a function of its images, and of the others' losses.
+Private training is refused: a user's weight depends on its images and on the other users' losses.
 
 Letters: n users of a cohort.
 """
@@ -41,7 +41,7 @@ LOSS_BYTES = 4
 
 
 class ByLoss(ServerModelAlgorithm):
-    """Such an algorithm; its state is the model with the server's optimiser."""
+    """Base of algorithms that weight users by their losses; a subclass defines `tilts`, maybe `stretch`."""
 
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
@@ -56,17 +56,17 @@ class ByLoss(ServerModelAlgorithm):
 
     @abstractmethod
     def tilts(self, losses: Tensor) -> Tensor:
-        """The a_i, ``[n]``, of losses F_i ``[n]``; both float64, finite and not negative in F_i."""
+        """The exponents a_i ``[n]`` for losses F_i ``[n]``. Both are float64; losses are finite and >= 0."""
 
     def stretch(self, loss: float, squared_norm: float, rate: float) -> float:
-        """s_i of a user with this loss, whose update has this squared norm; ``rate``: of its steps."""
+        """s_i, given a user's loss, its update's squared norm, and ``rate``, its local learning rate."""
         return 1.0
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Losses of the cohort, its training, and a step of the server's optimiser.
+        """Compute the cohort's losses, train it, and make a step of the server's optimiser.
 
         Raises:
-            ValueError: when a user's loss is no number.
+            ValueError: when a user's loss is not finite.
         """
         x, users = self.clients.weights(), self.clients.cohort(number)
         losses = self._losses(users, number)
@@ -89,7 +89,7 @@ class ByLoss(ServerModelAlgorithm):
     def _trained(
         self, x: Weights, users: IntArray, losses: Tensor, weights: Tensor, number: int
     ) -> tuple[dict[str, Tensor], float, Tensor]:
-        """Both sums of the cohort, that of updates and that of weights; and what users say, ``[n, 3]``."""
+        """The cohort's weighted sum of updates, its sum of weights, and rows ``[n, 3]`` for `line_of`."""
         rate = float(self.means.local_in(number).local_learning_rate)
         total = {name: torch.zeros_like(w, dtype=self.means.accumulate) for name, w in x.items()}
         seen, stretches = self.clients.unseen(users), torch.zeros(len(users), dtype=torch.float64)
@@ -105,7 +105,7 @@ class ByLoss(ServerModelAlgorithm):
         return total, float((weights * stretches).sum()), seen
 
     def _losses(self, users: IntArray, number: int) -> Tensor:
-        """``[n, 2]`` float64: each user's loss at the run's model, 0 without images; and its images."""
+        """``[n, 2]`` float64: each user's loss at the run's model (0 without images) and number of images."""
         found = torch.zeros(len(users), 2, dtype=torch.float64)
         with self.clients.dealt(users, number) as mine:
             self.means.users.set_round(number)
@@ -119,16 +119,16 @@ class ByLoss(ServerModelAlgorithm):
         return found
 
     def _gather(self, table: Tensor) -> None:
-        """Numbers of the cohort's users, of which each worker has those of its own, and zeros."""
+        """Fill ``table`` in place from all workers; each has the rows of its own users, and zeros besides."""
         if (workers := current()) is not None:
             there = table.to(self.means.model.pytorch_model.mean.device)
             table.copy_(workers.all_reduce([there])[0])
 
     def _loss(self, user: int) -> tuple[float, float]:
-        """A user's mean loss, and its images."""
+        """A user's mean loss and its number of images."""
         model = self.means.model
         module: ImageClassifier = model.pytorch_model
-        noted, module.noted = module.noted, None  # it is the loss of no step
+        noted, module.noted = module.noted, None  # these losses are no part of the round's training loss
         total, images = 0.0, 0
         for batch in self.means.users.user_dataset(user).once():
             with torch.no_grad(), model.amp_context or contextlib.nullcontext():
@@ -138,7 +138,7 @@ class ByLoss(ServerModelAlgorithm):
         return (total / images if images else 0.0), float(images)
 
     def bytes(self, state: PyTorchModel) -> Traffic:
-        """A user gets the trained variables, and sends an update and its loss."""
+        """A user receives the trained variables, and sends an update and its loss."""
         size = trained_bytes(self.means.module)
         return Traffic(size, size + LOSS_BYTES)
 

@@ -1,16 +1,16 @@
 """Closed forms that add up many users in one product.
 
-What a user sends is here a sum over its images of products of two rows, ``sum_i a_i b_i'``. Where a user's
-part is scaled, by 1 or as clipping says, the sum over all users is one of scaled rows,
+Here a user sends a sum over its images of products of two rows, ``sum_i a_i b_i'``. Each user's sum is scaled
+by a factor c_u, which is 1 or comes from clipping. Then the sum over all users is a sum of scaled rows,
 
     sum_u c_u sum_{i of u} a_i b_i' = sum_i (c_i a_i) b_i',   with c_i the factor of the user of image i,
 
-so that no user's own matrix is made. Its norm follows from the user's rows.
+so no user's own matrix is computed. A user's norm follows from its rows.
 
-Privacy is what `pfl_ext.algorithms.closed_form` argues: each user's vector is scaled by a factor that brings
-its norm to the bound, and into which no other user's images enter. Rows, norms and sums are float64. What
-they are rounded by is far below the 2^-14 by which the bound is undercut (`pfl_ext.privacy.mechanisms`). A
-user whose norm is not finite is left out, with its rows.
+Privacy is argued in `pfl_ext.algorithms.closed_form`: each user's vector is scaled to a norm of at most the
+bound, by a factor that depends on no other user's images. Rows, norms and sums are float64. Their rounding
+error is far below the margin of 2^-14 that is kept from the bound (`pfl_ext.privacy.mechanisms`). A user
+whose norm is not finite is left out, with its rows.
 
 Shape letters: B images, one user's after another's; D features; K labels.
 """
@@ -33,18 +33,18 @@ BLOCK = 1024
 
 
 class ByRows(ClosedForm):
-    """A closed form of this kind."""
+    """A closed form whose users send sums of products of rows."""
 
     @abstractmethod
     def of_scaled(self, features: Tensor, labels: Tensor, factors: Tensor) -> Sums:
-        """`of_batch` with the part of image b times ``factors[b]``, ``[B]``, which are above 0."""
+        """`of_batch`, with the term of image b times ``factors[b]``; ``factors`` ``[B]`` are above 0."""
 
     def squared_norm(self, features: Tensor, labels: Tensor) -> Tensor:
-        """The squared norm of all that `of_batch` gives for the images of one user."""
+        """The squared norm of `of_batch` for all images of one user."""
         return _squared_norm(self.of_batch(features, labels))
 
     def asking(self) -> UserByUser:
-        """Many users at a time, where the backend lets it."""
+        """What the backend asks: many users at a time where it can."""
         return _Together(self)
 
 
@@ -59,7 +59,7 @@ class _Together(UserByUser, AddsUsers):
     def sum_of(
         self, users: FederatedImageDataset, members: Sequence[Member], scaling: PrivateMean | None
     ) -> tuple[Sums, Tensor]:
-        """The sum, and the tallies of those who have images."""
+        """The sum over users, and the tallies of the users who have images."""
         form = self._by_rows
         total = _Total(form, scaling)
         for first in range(0, len(members), BLOCK):
@@ -82,7 +82,7 @@ class _Together(UserByUser, AddsUsers):
 
 
 class _Total:
-    """A sum over users, who are added by blocks of their rows."""
+    """A sum over users, to which blocks of rows are added."""
 
     def __init__(self, form: ByRows, scaling: PrivateMean | None) -> None:
         self._form, self._scaling = form, scaling
@@ -101,11 +101,11 @@ class _Total:
     def add_sums(self, sums: Sums) -> None:
         """One user, by all that it sends."""
         scale = float(self._scales([_squared_norm(sums)]))
-        for name in sums if scale else ():  # a refused user's may be no numbers
+        for name in sums if scale else ():  # a refused user's sums may not be finite
             self._sums[name].add_(sums[name], alpha=scale)
 
     def finished(self) -> Sums:
-        """The sum over all that were added."""
+        """The sum over all users that were added."""
         if self._waiting:
             self._add_waiting()
         return self._sums
@@ -134,7 +134,7 @@ class _Total:
 
 
 def _add_batches(total: _Total, form: ByRows, images: UserImages) -> None:
-    """Where no norm is asked for, a user's images may come in any number of parts."""
+    """Add a user's images batch by batch, which is possible where no norm is needed."""
     for features, labels in form.rows(images):
         total.add(features, labels, [len(features)])
 

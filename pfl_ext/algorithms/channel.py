@@ -1,18 +1,18 @@
-"""The way of users' updates to the server: each is compressed, and what was left out is kept.
+"""Compression of users' updates on their way to the server, with error feedback where it is chosen.
 
-**Where it stands.** A user's update is compressed before it is weighted, and before a privacy mechanism clips
-it. Weighting is the server's: what a user sends and keeps follows from its own update, whatever it weighs.
-(Where a user's weight stays the same, the order shows in what it keeps alone, as each compressor here takes a
-multiple of an update to that multiple of the message.) Clipping comes last on purpose: whatever a compressor
-makes of an update, what is added to the sum has a norm of at most C, so the sensitivity of the sum is C for
-every compressor, and the norms that adaptive clipping measures are those of compressed updates. Clipping
-first would leave ``d / k C`` for random-k, and C and a step of the levels times ``sqrt(d)`` for stochastic
-rounding. The draws of compression come from the public seed; no guarantee rests on them. Not private: error
-feedback, whose state outlives the round, and any compression with local privacy, whose noise makes every
-message dense.
+**Order.** A user's update is compressed before it is weighted, and before a privacy mechanism clips it. The
+server applies the weight, so what a user sends and keeps depends on its own update alone. (Every compressor
+here maps a multiple of an update to that multiple of the message. So where a user's weight is constant,
+weighting first would change only the error that the user keeps.)
 
-**Replacement.** A user who comes twice in a cohort has the same draws both times, which leaves each of them
-without bias.
+**Privacy.** Clipping follows compression so that every message has a norm of at most C. The sensitivity of
+the sum is then C for every compressor, and adaptive clipping measures the norms of compressed updates. If
+clipping came first, the bound would be ``d / k C`` for random-k, and C plus a step of the levels times
+``sqrt(d)`` for stochastic rounding. Compression draws from the public seed; no guarantee depends on it.
+Private runs refuse error feedback, since its state outlives the round. Local privacy refuses any compression,
+since its noise makes every message dense.
+
+**Replacement.** A user who comes twice in a cohort has the same draws both times; each message is unbiased.
 
 Letters: P numbers of an update, n users of a cohort.
 """
@@ -37,16 +37,18 @@ from pfl_ext.stage import Stage
 from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main
 
 FILE = "compression_errors.f32"
-"""The file of what users keep, beside a run's checkpoints."""
+"""The file of the users' compression errors, beside a run's checkpoints."""
 
 
 class Errors:
-    """e of every user, ``[P]``, on worker 0's disk; the others get those of their users in a round.
+    """Every user's compression error e ``[P]``, the part of its updates that was not sent so far.
+
+    Worker 0 has them on its disk. In a round the other workers receive those of the users that they train.
 
     Args:
-        users: of the run.
+        users: the run's users.
         length: P.
-        path: of the file; None: a temporary one.
+        path: the file; None: a temporary file.
     """
 
     def __init__(self, users: FederatedImageDataset, length: int, path: Path | None) -> None:
@@ -57,9 +59,9 @@ class Errors:
         self._here: dict[int, Tensor] = {}
 
     def begin(self, cohort: IntArray) -> None:
-        """Before a round: with several workers, each takes those of the users that it trains."""
+        """Begin a round. With several workers, each receives the errors of the users that it trains."""
         self._cohort, self._here, self._workers = cohort, {}, current()
-        workers = self._workers  # who may work apart within the round
+        workers = self._workers  # kept, since `current` may be None within the round
         if workers is None:
             return
         mine = {int(cohort[p]) for p in self._users.assign(cohort, workers.world_size)[workers.global_rank]}
@@ -71,7 +73,7 @@ class Errors:
                 self._here[user] = sent["e"]
 
     def read(self, user: int) -> Tensor | None:
-        """The user's e at the start of the round; None: 0."""
+        """The user's e at the start of the round; None means 0."""
         if self._workers is not None:
             return self._here.get(user)
         assert self._rows is not None
@@ -79,14 +81,14 @@ class Errors:
         return None if row is None else torch.tensor(row)
 
     def write(self, user: int, vector: Tensor) -> None:
-        """Set the user's e from the end of the round on."""
+        """Set the user's e, which `read` returns from the next round on."""
         if self._workers is not None:
             self._here[user] = vector.cpu()
         elif self._rows is not None:
             self._rows.write(user, vector.cpu().numpy())
 
     def end(self) -> None:
-        """After a round: worker 0 gets what all workers have written."""
+        """End a round: worker 0 receives and stores what all workers have written."""
         assert self._cohort is not None
         if self._workers is not None:
             device = torch.device(get_default_device())
@@ -105,28 +107,28 @@ class Errors:
         return {} if self._rows is None else self._rows.tensors()
 
     def saved(self) -> None:
-        """Called when the checkpoint of the last `tensors` has taken its name."""
+        """Is called once the checkpoint with the last `tensors` has its final name."""
         if self._rows is not None:
             self._rows.saved()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's `tensors`; ValueError as `UserVectors.load`."""
+        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
         if self._rows is not None:
             self._rows.load(tensors)
 
 
 class Channel(Stage):
-    """Compression of the updates of a run; of pfl's postprocessors the one before the weighting.
+    """Compresses a run's updates, as the pfl postprocessor right before the weighting.
 
-    `begin` comes before a round, `end` after it.
+    `begin` is called before each round and `end` after it.
 
     Args:
-        compressor: the kind.
-        users: of the run.
+        compressor: compresses one update.
+        users: the run's users.
         module: the network.
-        names: of the variables that are sent.
-        seed: of the run.
-        folder: where the run's checkpoints lie; None: what users keep goes to a temporary file.
+        names: the variables that are sent.
+        seed: the run's seed.
+        folder: of the run's checkpoints; None: users' errors go to a temporary file.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Channel(Stage):
 
     @property
     def num_bytes(self) -> int:
-        """Size of a message."""
+        """Size of a message in bytes."""
         return self._compressor.num_bytes(list(self._shapes.values()))
 
     def begin(self, number: int, cohort: IntArray) -> None:
@@ -165,9 +167,9 @@ class Channel(Stage):
 
     @torch.no_grad()
     def sent(self, update: Mapping[str, Tensor], user: int) -> dict[str, Tensor]:
-        """What the server has of a user's update, by variable; what else is in ``update`` is left as it is.
+        """A user's update as the server decodes it, by variable; other entries of ``update`` are unchanged.
 
-        An update that is not finite is sent as it is, and changes nothing of what the user keeps.
+        An update that is not finite is sent as it is, and leaves the user's error unchanged.
         """
         tensors = [update[name].detach() for name in self._shapes]
         error = None if self._errors is None else self._errors.read(user)
@@ -186,7 +188,7 @@ class Channel(Stage):
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """`sent`; of a user without images nothing is."""
+        """Replace the user's update by `sent`; a user without images is left as it is."""
         if user_context.num_datapoints:
             sent = self.sent(dict(stats.items()), self._numbers[str(user_context.user_id)])
             for name in self._shapes:
@@ -194,15 +196,15 @@ class Channel(Stage):
         return stats, Metrics()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What users keep, for the checkpoint that is about to be written."""
+        """The users' errors, for the checkpoint that is about to be written."""
         return {} if self._errors is None else self._errors.tensors()
 
     def saved(self) -> None:
-        """Called when the checkpoint of the last `tensors` has taken its name."""
+        """Is called once the checkpoint with the last `tensors` has its final name."""
         if self._errors is not None:
             self._errors.saved()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from the tensors of a checkpoint; ValueError as `UserVectors.load`."""
+        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
         if self._errors is not None:
             self._errors.load(tensors)

@@ -1,6 +1,6 @@
-"""Local training for algorithms with a loop of their own: users who train whatever weights they are given.
+"""Local training for algorithms with a loop of their own: users train from any given weights.
 
-Users train as FedAvg's do, by the engine where it can, and with several workers each takes its share of them.
+Users train as in FedAvg, by the engine where it can. With several workers each trains its share of the users.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Weights = dict[str, Tensor]
 
 
 class Trainer(Protocol):
-    """What pfl's backend asks of an algorithm whose users do not train as FedAvg's do."""
+    """The method that pfl's backend calls where users do not train as in FedAvg."""
 
     refusals: Refusals
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """A user's update by variable, of the model that the server sent, which is left as it was."""
+        """A user's update by variable. ``model`` has the server's weights, before the call and after it."""
         ...
 
 
@@ -49,10 +49,10 @@ class Clients:
 
     Args:
         means: the run's.
-        trainer: what trains one user, and says its ``refusals``; None: FedAvg's local training.
+        trainer: trains one user, and declares its ``refusals``; None: FedAvg's local training.
 
     Raises:
-        ValueError: in a private run, whose mechanism bounds one sum of updates in each round and not several.
+        ValueError: in a private run, since a mechanism bounds only one sum of updates in each round.
     """
 
     def __init__(self, means: Means, trainer: Trainer | None = None) -> None:
@@ -61,12 +61,12 @@ class Clients:
         self._backend = means.backend()
 
     def weights(self) -> Weights:
-        """A copy of those that the run's model has now."""
+        """A copy of the run's model's current weights."""
         return {name: p.detach().clone() for name, p in self._means.model.variable_map.items()}
 
     @torch.no_grad()
     def model(self, weights: Mapping[str, Tensor]) -> PyTorchModel:
-        """The run's model, which has these weights from here on."""
+        """Set the run's model to these weights, and return it."""
         for name, parameter in self._means.model.variable_map.items():
             parameter.copy_(weights[name])
         return self._means.model
@@ -78,13 +78,13 @@ class Clients:
     def mean_update(
         self, weights: Mapping[str, Tensor], users: IntArray, number: int, draws: int | None = None
     ) -> tuple[Weights, dict[str, Any]]:
-        """Train some users from these weights, in a round.
+        """Train some users from the same weights, in a round.
 
         Args:
-            weights: from which all of them start.
-            users: as `cohort` gives them.
-            number: of the round, which decides the learning rate.
-            draws: of which round the users' draws (batches, crops) are; None: of this one. An algorithm that
+            weights: all users start from these.
+            users: as `cohort` returns them.
+            number: the round, which decides the learning rate.
+            draws: the round from which users draw batches and crops; None: ``number``. An algorithm that
                 trains a user several times in a round needs other draws each time.
 
         Returns:
@@ -95,7 +95,7 @@ class Clients:
             self.model(weights)
             return {name: torch.zeros_like(w) for name, w in weights.items()}, {"users": 0, "images": 0}
         update, metrics = self._trained(weights, users, number, number if draws is None else draws)
-        # pfl would also count the nobody that stands for the users of a worker without any
+        # pfl would also count the placeholder of a worker without users
         return update, {**cohort_line(metrics), "users": len(users)}
 
     def each_update(
@@ -103,19 +103,19 @@ class Clients:
     ) -> tuple[list[Weights], dict[str, Any]]:
         """Train each user alone, from weights of its own, in a round.
 
-        It is what `mean_update` gives for one user after another. With several workers each trains a part of
-        the users, as even as their predicted work allows, and one reduction gives all updates to all workers.
-        A user's batches are a function of (seed, ``number``, user), and so the same at each of its places if
-        it has several. The run's model has any of the weights afterwards.
+        The result is that of `mean_update` for one user after another. With several workers the users are
+        divided by their predicted work, and one reduction gives all updates to all workers. A user's batches
+        are a function of (seed, ``number``, user), so a user that occurs twice draws the same ones. The run's
+        model has unspecified weights afterwards.
 
         Args:
-            weights: from which the user at the same place of ``users`` starts.
-            users: ``[n]``, as `cohort` gives them.
-            number: of the round.
+            weights: for each entry of ``users``, the weights from which that user starts.
+            users: ``[n]``, as `cohort` returns them.
+            number: the round.
 
         Returns:
-            The n users' own updates, not weighted, on every worker; and what ``metrics.jsonl`` says of them
-            together, as `mean_update` does. A user without images has an update of zeros.
+            The n updates, not weighted, on every worker; and the line of ``metrics.jsonl``, as from
+            `mean_update`. A user without images has an update of zeros.
         """
         assert len(weights) == len(users)
         if not len(users):
@@ -130,14 +130,14 @@ class Clients:
         return updates, line_of(seen)
 
     def unseen(self, users: IntArray) -> Tensor:
-        """``[n, 3]`` zeros, for what `train_alone` says of each of n users."""
+        """``[n, 3]`` zeros, a row for what `train_alone` returns about each of n users."""
         return torch.zeros(len(users), 3, device=next(iter(self._means.model.variable_map.values())).device)
 
     @contextlib.contextmanager
     def dealt(self, users: IntArray, number: int) -> Iterator[list[int]]:
-        """The places in ``users`` of those whom this worker trains in a round, by `train_alone`.
+        """Positions in ``users`` of the users that this worker trains in a round, by `train_alone`.
 
-        They are as even as predicted work allows. Within, this process is `apart` from other workers.
+        Users are divided by their predicted work. In this context the process is `apart` from other workers.
         """
         workers = current()
         begin_work(round=number, cohort=f"{zlib.crc32(users.tobytes()):08x}", config=self._means.config_hash)
@@ -148,23 +148,23 @@ class Clients:
     def train_alone(
         self, weights: Mapping[str, Tensor], user: int, number: int, draws: int | None = None
     ) -> tuple[Weights, Tensor]:
-        """One user's update from these weights, not weighted; within `dealt`. ``draws``: see `mean_update`.
+        """Train one user from these weights, within `dealt`. ``draws``: see `mean_update`.
 
         Returns:
-            The update, of zeros for a user without images; and ``[3]``: images, the sum of their losses, and
-            of how many that is.
+            The update, not weighted, zeros for a user without images; and ``[3]``: the number of images, the
+            sum of losses, and the number of images in that sum.
         """
         alone = np.array([user], np.int64)
         update, metrics = self._trained(weights, alone, number, number if draws is None else draws)
         return update, torch.tensor(_counts(metrics))
 
     def server_step(self, weights: Mapping[str, Tensor], mean: Mapping[str, Tensor], number: int) -> float:
-        """A step of the server's optimiser in a round, on a mean update; the run's model has the result.
+        """Make a step of the server's optimiser on a mean update; the run's model has the result.
 
         Args:
-            weights: before the step.
-            mean: update by variable.
-            number: of the round.
+            weights: the server's weights before the step.
+            mean: the mean update by variable.
+            number: the round.
 
         Returns:
             The learning rate.
@@ -189,7 +189,7 @@ class Clients:
 
 
 def line_of(seen: Tensor) -> dict[str, Any]:
-    """What ``metrics.jsonl`` says of n users, from what `Clients.train_alone` says of each, ``[n, 3]``."""
+    """The line of ``metrics.jsonl`` for n users, from the rows ``[n, 3]`` of `Clients.train_alone`."""
     images, total, counted = seen.double().sum(0).tolist()
     line = {"users": len(seen), "images": int(images)}
     loss = total / counted if counted else math.nan

@@ -1,16 +1,16 @@
-"""Heads in closed form: each user is asked once, and the network's last layer follows from what users sent.
+"""Heads in closed form: each user sends sums once, and the server computes the last layer from their total.
 
-All layers but the last are frozen, and give features of an image. A user sends sums over its images; the
-server adds them up over users and computes the last layer from the total, without any gradient. A round asks
-the next users of a drawn order, so that after the last round each user has been asked once.
+All layers but the last are frozen; they compute an image's features. A user sends sums over its images. The
+server adds them up over users and computes the last layer from the total, without any gradient. The order of
+users is drawn once, and each round asks the next ones: after the last round each user was asked once.
 
-Sums are kept in float64: how users are dealt to rounds and workers changes the head by rounding alone.
+Sums are float64, so how users are divided among rounds and workers changes the head by rounding alone.
 
-Privacy, where the class does not refuse it: all that a user sends is one vector, which is clipped to the
-bound, and a user sends once. So without one user the sum over all users is at most the bound away (locally:
-any two vectors that a user may send are twice the bound apart), for which the mechanism adds its noise, once,
-in a single round of all users. The head is computed from the noisy sums and from the noise's deviation, which
-no data decides: post-processing.
+Privacy, where the class does not refuse it: a user sends one vector, once, and it is clipped to the bound.
+Removing one user changes the sum by at most the bound. (Local privacy: any two vectors that a user may send
+differ by at most twice the bound.) The mechanism adds noise for this sensitivity once, in a single round of
+all users. The head is computed from the noisy sums and the noise's standard deviation, which does not depend
+on data. So this is post-processing.
 
 Shape letters: B images of a batch, D features of an image, K labels.
 """
@@ -56,27 +56,27 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True, config=STRICT)
 class HeadOptions:
-    """What the closed forms share."""
+    """Options that all closed forms share."""
 
     unit_features: bool = False
-    """Each image's features are divided by their L2 norm before they are summed."""
+    """Whether each image's features are divided by their L2 norm before they are summed."""
     temperature: PositiveFloat = 1.0
-    """Divides the head, and so its outputs; below 1 for a head from which training goes on."""
+    """Divides the head's weights and so its outputs; below 1 for a head that is trained further."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class RidgeOptions(HeadOptions):
-    """Also a ridge."""
+    """`HeadOptions` and a ridge."""
 
     ridge: Annotated[float, Field(ge=0)] | None = None
-    """Lambda: is added to the diagonal of the sum of z z' over all images. none: 0.01; with privacy the
-    largest eigenvalue that noise alone is expected to give this sum."""
+    """Lambda, which is added to the diagonal of the sum of z z' over all images; none: 0.01, and with privacy
+    the largest eigenvalue that noise alone is expected to give this sum."""
     normalise: bool = True
-    """Each label's weights and bias are divided by the L2 norm of the weights."""
+    """Whether each label's weights and bias are divided by the L2 norm of the weights."""
 
 
 class ClosedForm(Algorithm[Sums]):
-    """An algorithm of this kind: what a user sums up (`of_batch`), and the head of the total (`head`)."""
+    """Base of closed forms. A subclass defines a user's sums (`of_batch`) and the head (`head`)."""
 
     options: ClassVar[type] = HeadOptions
     refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
@@ -99,14 +99,14 @@ class ClosedForm(Algorithm[Sums]):
         self._backend = CentrallyEvaluatedBackend(
             means.users,
             seed=means.seed,
-            postprocessors=[WeightByUser(), *means.postprocessors[1:]],  # what follows weights: a mechanism
+            postprocessors=[WeightByUser(), *means.postprocessors[1:]],  # the mechanism comes last
             accumulate=torch.float64,
             config_hash=means.config_hash,
         )
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse other layers than the last, and rounds that do not ask each user once.
+        """Refuse to train other layers than the last, and rounds that do not ask each user exactly once.
 
         Raises:
             ValueError: one line with the reason.
@@ -140,12 +140,12 @@ class ClosedForm(Algorithm[Sums]):
 
     @property
     def engine(self) -> None:
-        """Nobody trains."""
+        """None: users do not train."""
         return None
 
     @abstractmethod
     def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
-        """What a user sums up, of some of its images.
+        """A user's sums over some of its images.
 
         Args:
             features: ``[B, D]`` float64.
@@ -157,7 +157,7 @@ class ClosedForm(Algorithm[Sums]):
         """Weights ``[K, D]`` and bias ``[K]`` from the sums over all images so far, before `temperature`."""
 
     def init(self, seed: int) -> Sums:
-        """Nobody has been asked."""
+        """The sums before any user was asked: zeros."""
         noise = {NOISE: torch.zeros((), dtype=torch.float64)} if self.means.private else {}
         return self.zeros() | noise
 
@@ -175,7 +175,7 @@ class ClosedForm(Algorithm[Sums]):
             sums, metrics = self._backend.gather_results(
                 self.means.model, self.asking(), central_context=context
             )
-        # pfl would also count the nobody that stands for the users of a worker without any
+        # pfl would also count the placeholder of a worker without users
         line = {**cohort_line(metrics), "users": len(asked)}
         sent = {name: sums[name].cpu() for name in sums}
         for mechanism in self.means.postprocessors:
@@ -186,11 +186,11 @@ class ClosedForm(Algorithm[Sums]):
         return self.added(state, sent), line
 
     def asking(self) -> UserByUser:
-        """What the backend asks for the sums of users."""
+        """The object that the backend asks for users' sums."""
         return UserByUser(self)
 
     def added(self, state: Sums, sums: Sums) -> Sums:
-        """The total with a round's sums."""
+        """The total after a round's sums were added."""
         return {name: total + sums[name] for name, total in state.items()}
 
     def asked(self, number: int) -> IntArray:
@@ -218,19 +218,19 @@ class ClosedForm(Algorithm[Sums]):
         return {name: tensors[name].cpu() for name in state}
 
     def bytes(self, state: Sums) -> Traffic:
-        """A user gets no numbers in the round, and sends its sums, as float32."""
+        """A user receives nothing in the round, and sends its sums as float32."""
         return Traffic(0, FLOAT * sum(total.numel() for total in self.zeros().values()))
 
     @property
     def layer(self) -> nn.Linear:
-        """The head."""
+        """The head: the network's last layer."""
         layer = head_of(self.means.model.pytorch_model.backbone)[1]
         assert isinstance(layer, nn.Linear)
         return layer
 
     @property
     def wide(self) -> torch.device:
-        """Where sums are formed: the model's device if it has float64, which Apple's have not."""
+        """The device of the sums: the model's, or the CPU where that has no float64 (Apple's GPUs)."""
         device = self.layer.weight.device
         return device if device.type == "cuda" else torch.device("cpu")
 
@@ -260,7 +260,7 @@ class ClosedForm(Algorithm[Sums]):
 
 
 class UserByUser:
-    """What pfl's backend asks: the sums of one user."""
+    """Gives pfl's backend the sums of one user at a time."""
 
     def __init__(self, algorithm: ClosedForm) -> None:
         self._algorithm, self.refusals = algorithm, algorithm.refusals
@@ -273,10 +273,10 @@ class UserByUser:
 
 
 def solved(gram: Tensor, cross: Tensor, ridge: float = 0.0) -> Tensor:
-    """The least ``w`` of all that minimise ``w' (G + ridge I) w - 2 w' B``.
+    """The ``w`` of least norm among all that minimise ``w' (G + ridge I) w - 2 w' B``.
 
     Args:
-        gram: G, ``[n, n]``, of which the symmetric and positive part counts.
+        gram: G, ``[n, n]``; only its symmetric and positive part is used.
         cross: B, ``[n, K]``.
         ridge: at least 0. With 0 the solution is the pseudo-inverse of G times B.
 

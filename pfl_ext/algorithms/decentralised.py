@@ -4,13 +4,13 @@ In a round every user trains its model on its own images, then sends it to some 
 
     x_i <- sum_j M_ij (x_j + u_j),   with u_j what local training from user j's model changes.
 
-M is the round's mixing matrix. Its columns have the sum 1, so that mixing leaves the mean over users,
-``x' = 1/n sum_i x_i``, as it is; x' is what is scored, and kept at the end. Users weigh alike, however many
-images they have; one without images passes models on and trains nothing.
+M is the round's mixing matrix. Its columns have the sum 1, so mixing does not change the mean over users,
+``x' = 1/n sum_i x_i``. x' is scored, and saved at the end. All users have the same weight, however many
+images they have; a user without images mixes models and does not train.
 
-The network has as many users as a cohort. Where the run has more, they are drawn once, from the seed, and the
-others take no part. All users of the network take part in each round. What is simulated is the algorithm, not
-the network: all n models lie in the memory of this process (of every worker, where there are several).
+``federated.cohort_size`` is the number of users in the network. Where the run has more users, those of the
+network are drawn once from the seed, and the others take no part. All users of the network take part in each
+round. No network is simulated: all n models are in the memory of this process (of every worker).
 
 Letters: n users; P parameters that are trained.
 """
@@ -37,22 +37,22 @@ from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main
 
 COPIES = 5
-"""Copies of all users' models at a round's peak: before, where users start, their updates, after, mixed."""
+"""Copies of all users' models at a round's peak: the state, users' starts, updates, x + u, and the mix."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What a round begins with."""
+    """The state at the start of a round."""
 
     x: Weights
     """The users' models, by variable: ``[n, ...]``."""
     omega: Tensor
-    """``[n]`` float64: what a user's x is divided by; 1 where the rows of M have the sum 1, too."""
+    """``[n]`` float64: the divisor of each user's x; 1 where the rows of M have the sum 1, too."""
     sent: Tensor
-    """``[2]`` int64: how many models users have sent to others so far, and in how many rounds."""
+    """``[2]`` int64: the number of models sent so far, and of rounds so far."""
 
     def models(self) -> Weights:
-        """``z_i = x_i / omega_i``, from which users train; by variable ``[n, ...]``."""
+        """``z_i = x_i / omega_i``, the models from which users train, by variable ``[n, ...]``."""
         if bool((self.omega == 1).all()):
             return self.x
         return {name: w / self._omega_for(w) for name, w in self.x.items()}
@@ -61,11 +61,11 @@ class Models:
         return self.omega.to(stacked.device, stacked.dtype).view(-1, *[1] * (stacked.dim() - 1))
 
     def mean(self) -> Weights:
-        """``x'``."""
+        """The mean model ``x'``."""
         return {name: w.double().mean(0).to(w.dtype) for name, w in self.x.items()}
 
     def consensus_distance(self) -> float:
-        """``sqrt(1/n sum_i |z_i - x'|^2)``, all P together (Kong et al. 2021, arXiv 2102.04828)."""
+        """``sqrt(1/n sum_i |z_i - x'|^2)`` over all P parameters (Kong et al. 2021, arXiv 2102.04828)."""
         mean, total = self.mean(), 0.0
         for name, stacked in self.models().items():
             total += float((stacked - mean[name]).double().square().sum())
@@ -87,11 +87,11 @@ def mixed(matrix: FloatArray, x: Weights, dtype: torch.dtype) -> Weights:
 
 
 class Decentralised(Algorithm[Models]):
-    """An algorithm of this kind: the mixing matrix of a round (`matrix`)."""
+    """Base of algorithms without a server. A subclass defines the mixing matrix of a round (`matrix`)."""
 
     idle: ClassVar[str] = "server. federated.weighting federated.sampling federated.replacement"
     keeps_omega: ClassVar[bool] = False
-    """Whether M's rows may have another sum than 1, and `Models.omega` is mixed and sent with the models."""
+    """Whether the rows of M may have another sum than 1; then `Models.omega` is mixed and sent as well."""
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)
@@ -100,7 +100,7 @@ class Decentralised(Algorithm[Models]):
             means.users.num_users, self.n, replace=False
         )
         self.users = np.sort(drawn)
-        self.matrix(means.options, self.n, means.seed, 0)  # is refused now, or not at all
+        self.matrix(means.options, self.n, means.seed, 0)  # raises the error of an impossible graph now
         if self.n < means.users.num_users and is_main():
             name, others = type(self).__name__, means.users.num_users - self.n
             print(f"{name}: {self.n} users are the network; {others} others take no part", file=sys.stderr)
@@ -111,18 +111,18 @@ class Decentralised(Algorithm[Models]):
         """M of a round, ``[n, n]``, whose columns have the sum 1.
 
         Args:
-            options: the algorithm's.
-            n: users.
-            seed: of the run.
-            number: of the round.
+            options: the algorithm's options.
+            n: the number of users.
+            seed: the run's seed.
+            number: the round.
 
         Raises:
-            ValueError: where there is no such graph of n users.
+            ValueError: when there is no such graph of n users.
         """
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse models that have no room, and a graph that does not exist.
+        """Refuse models that do not fit in memory, and a graph that does not exist.
 
         Raises:
             ValueError: one line with the reason.
@@ -148,7 +148,7 @@ class Decentralised(Algorithm[Models]):
         return Models(x, torch.ones(self.n, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
 
     def round(self, state: Models, number: int) -> tuple[Models, dict[str, Any]]:
-        """Every user trains from its model; then they mix."""
+        """Every user trains its model; then the models are mixed."""
         matrix = self.matrix(self.means.options, self.n, self.means.seed, number)
         starts = state.models()
         own = [{name: w[user] for name, w in starts.items()} for user in range(self.n)]
@@ -166,7 +166,7 @@ class Decentralised(Algorithm[Models]):
         return after, {**line, "consensus_distance": distance} if math.isfinite(distance) else line
 
     def model(self, state: Models) -> PyTorchModel:
-        """The mean model, which no user has."""
+        """The mean model x', which no single user has."""
         return self.clients.model(state.mean())
 
     def tensors(self, state: Models) -> dict[str, Tensor]:
@@ -179,9 +179,9 @@ class Decentralised(Algorithm[Models]):
         return Models(x, tensors["omega"].cpu(), tensors["sent"].cpu())
 
     def bytes(self, state: Models) -> Traffic:
-        """What a user gets from its neighbours and sends to them in a round: the mean over users and rounds.
+        """What a user receives from neighbours and sends to them in a round, a mean over users and rounds.
 
-        A model, with its omega where there is one, goes along each edge of the round's graph.
+        A model, and its omega where that is mixed, is sent along each edge of the round's graph.
         """
         models, rounds = state.sent.tolist()
         size = trained_bytes(self.means.module) + state.omega.element_size() * self.keeps_omega

@@ -1,4 +1,4 @@
-"""A network cut in two whose parts teach each other by their logits.
+"""Distillation between the two parts of a cut network: each learns from the other's logits.
 
 Letters: B images of a batch, C channels, K classes, F numbers of an image's features.
 """
@@ -18,10 +18,11 @@ from pfl_ext.models.parts import Part
 def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over images.
 
-    Hinton, Vinyals, Dean 2015 (arXiv 1503.02531): with T^2 the gradient is as large whatever T is.
+    The factor T^2 keeps the size of the gradient about the same for every T (Hinton, Vinyals, Dean 2015,
+    arXiv 1503.02531).
 
     Args:
-        student: logits ``[B, K]`` that learn.
+        student: logits ``[B, K]`` of the network that learns.
         teacher: logits ``[B, K]`` of the same images.
         temperature: T.
     """
@@ -30,7 +31,7 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def pooled(features: Tensor) -> Tensor:
-    """What a client's classifier takes: means over positions ``[B, C]``, or the features as ``[B, F]``."""
+    """The input of a client's classifier: means over positions ``[B, C]``, or flat features ``[B, F]``."""
     return features.mean((2, 3)) if features.ndim == 4 else features.flatten(1)
 
 
@@ -45,7 +46,7 @@ class Shapes:
 
 @torch.no_grad()
 def shapes_of(module: ImageClassifier, extractor: Part, server: Part) -> Shapes:
-    """What the parts of a cut network give for one image."""
+    """The shapes that the parts of a cut network have for one image."""
     blank = torch.zeros(1, *module.input_shape, device=module.mean.device)
     features = extractor(blank.contiguous(memory_format=module.memory_format))
     shape, inputs = tuple(features.shape[1:]), pooled(features).shape[1]

@@ -1,16 +1,16 @@
-"""Ditto: beside the common model, each user trains one of its own that is held near it
+"""Ditto: besides the common model, each user trains a model of its own that is held near the common one
 (Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization", arXiv 2012.04221,
 Algorithm 1).
 
-The server's w is trained by FedAvg. Besides, every user of a round trains its own model v_i, of all trained
-variables, by the steps of local SGD on
+The server's w is trained by FedAvg. Every user of a round also trains its own model v_i, with all trained
+variables, by local SGD on
 
     F_i(v) + lambda / 2 |v - w_t|^2,    w_t the server's model as the user received it.
 
-v_i begins as the model of the first round, w_0; it never leaves the user. With lambda = 0 each user trains
-alone. The server's model is FedAvg's, whatever the v_i do.
+v_i starts as w_0, the model of the first round, and never leaves the user. With lambda = 0 each user trains
+alone. The v_i do not change the server's model, which is FedAvg's.
 
-w is trained by the engine, a user after another, and v_i by pfl's loop over users. A user's batches are the
+The engine trains w, one user after another; pfl's loop over users trains the v_i. A user's batches are the
 same for both where `federated.options.personal_epochs` is none.
 """
 
@@ -37,16 +37,16 @@ class DittoOptions(KeptOptions):
     """How users' own models are trained."""
 
     proximal_weight: NonNegativeFloat = 1.0
-    """Lambda: weight of the term that holds a user's own model near the server's; 0: it trains alone."""
+    """Lambda, the weight of the term that holds a user's own model near the server's; 0: it trains alone."""
     personal_epochs: PositiveInt | None = None
-    """Epochs on the user's own model in a round; none: local.num_epochs."""
+    """Epochs of training a user's own model in a round; none: local.num_epochs."""
     personal_learning_rate: PositiveFloat | None = None
     """Learning rate of the user's own model, in every round; none: that of local training."""
 
 
 @register("ditto")
 class Ditto(Personalised):
-    """Ditto; a user keeps a whole model."""
+    """Ditto. Each user keeps a whole model."""
 
     options: ClassVar[type] = DittoOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
@@ -58,16 +58,16 @@ class Ditto(Personalised):
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The variables of a user's own model: all that are trained."""
+        """All trained variables, since a user keeps a whole model."""
         return trained_names(module)
 
     @classmethod
     def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The variables of the server's model: all that are trained."""
+        """All trained variables."""
         return trained_names(module)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
-        """FedAvg's update of w, and v_i after its own steps."""
+        """FedAvg's update of w, then the steps of v_i."""
         update, seen = self.clients.train_alone(x, user, number)
         options, pull = self.means.options, Pull(self.means.options.proximal_weight, x)
         phase = Phase(self.shared, options.personal_epochs, options.personal_learning_rate, pull)

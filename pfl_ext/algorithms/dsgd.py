@@ -6,9 +6,9 @@ Algorithm 1, arXiv 2003.10422).
 
     x_i <- sum_j W_ij (x_j + u_j),   u_j = - eta g_j(x_j) where local training is a single step.
 
-W is symmetric with rows of sum 1: Metropolis weights over the graph (`pfl_ext.algorithms.topologies`). On a
-complete graph W = 1/n, all users have one model after each round, and the algorithm is FedAvg of all users
-with equal weights. `pfl_ext.algorithms.decentralised` has what is scored.
+W has the Metropolis weights of the graph (`pfl_ext.algorithms.topologies`): it is symmetric with rows of sum
+1. On a complete graph W = 1/n: all users have one model after each round, and the algorithm is FedAvg of all
+users with equal weights. `pfl_ext.algorithms.decentralised` says what is scored.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class DSGDOptions:
     probability: Annotated[float, Field(gt=0, le=1)] | None = None
     """Probability of an edge, for erdos_renyi; none: 0.5."""
     time_varying: bool = False
-    """A new graph in each round: erdos_renyi is drawn again, in the others users change their places."""
+    """Whether each round has a new graph: erdos_renyi is drawn again; in others users change their places."""
 
 
 @register("dsgd")
 class DSGD(Decentralised):
-    """Metropolis weights over an undirected graph."""
+    """Decentralised SGD whose mixing matrix has Metropolis weights over an undirected graph."""
 
     options: ClassVar[type] = DSGDOptions
 

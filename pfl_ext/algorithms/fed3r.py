@@ -2,16 +2,16 @@
 (Fani et al. 2024, "Accelerating Heterogeneous Federated Learning with Closed-form Classifiers",
 arXiv 2406.01116).
 
-With ``z = [features, 1]`` and y the labels of an image, users send ``A = sum z z'`` and ``B = sum z y'``; the
-head is ``(A + ridge I)^-1 B``: that of all images in one place, whoever owns them. Then, as in the authors'
-code, each class is divided by the norm of its weights, which changes which class comes first.
+With ``z = [features, 1]`` and y the labels of an image, users send ``A = sum z z'`` and ``B = sum z y'``. The
+head is ``(A + ridge I)^-1 B``, the same as if all images were in one place. Then, as in the authors' code,
+each class is divided by the norm of its weights, which can change the predicted class.
 
 A is symmetric, and a user sends its upper triangle.
 
-With privacy A and B are clipped as one vector, A as the whole matrix: an element off the diagonal and its
-mirror image get noise each, and the mean of the two counts, which is the noise that their triangle needs. The
-eigenvalues of A that noise made negative are set to 0, as A has none (Google's DP least squares does so too).
-The ridge is by default the largest eigenvalue that noise alone would give A (`largest_of_noise`).
+With privacy A and B are clipped as one vector, with A as the whole matrix. An element off the diagonal and
+its mirror image get independent noise, and their mean is used: the noise that the triangle needs. A itself
+has no negative eigenvalues, so those that noise made negative are set to 0 (as in Google's DP least squares).
+The default ridge is the largest eigenvalue that noise alone is expected to give A (`largest_of_noise`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pfl_ext.rules import Refusals
 
 @register("fed3r")
 class Fed3R(ByRows):
-    """Ridge regression."""
+    """Ridge regression of the labels on the features."""
 
     options: ClassVar[type] = RidgeOptions
     refusals: ClassVar[Refusals] = {}
@@ -43,22 +43,22 @@ class Fed3R(ByRows):
         return {"gram": z.T @ z, "cross": z.T @ labels}
 
     def of_scaled(self, features: Tensor, labels: Tensor, factors: Tensor) -> Sums:
-        """The same of rows times the root of their factor, in A and in B alike."""
+        """A and B of rows z and y that are multiplied by the root of their image's factor."""
         roots = factors.sqrt()[:, None]
         z = F.pad(features, (0, 1), value=1.0) * roots
         return {"gram": z.T @ z, "cross": z.T @ (labels * roots)}
 
     def squared_norm(self, features: Tensor, labels: Tensor) -> Tensor:
-        """The squared norm. With fewer images than features, by the products of images z and labels y: the
-        squared norm of A is ``sum (z_i . z_j)^2``, and that of B ``sum (z_i . z_j) (y_i . y_j)``.
+        """The squared norm of A and B. With fewer images than features it is a sum over pairs of images:
+        that of A is ``sum (z_i . z_j)^2``, and that of B ``sum (z_i . z_j) (y_i . y_j)``.
         """
         if len(features) > features.shape[1]:
             return super().squared_norm(features, labels)
-        products = features @ features.T + 1  # of z, which ends with 1
+        products = features @ features.T + 1  # products of z, whose last element is 1
         return (products * (products + labels @ labels.T)).sum()
 
     def head(self, total: Sums) -> tuple[Tensor, Tensor]:
-        """The solution, each label's divided by its norm if that is asked for."""
+        """The solution. Each label's part is divided by its norm if `normalise` is set."""
         gram, options = total["gram"], self.means.options
         ridge = options.ridge
         if ridge is None:
@@ -78,6 +78,6 @@ class Fed3R(ByRows):
 def largest_of_noise(deviation: float, size: int) -> float:
     """The expected largest eigenvalue of the symmetric part of ``[size, size]`` independent noise.
 
-    Off the diagonal elements have a variance of ``deviation**2 / 2``; the semicircle law says the rest.
+    Elements off the diagonal have the variance ``deviation**2 / 2``. The rest is the semicircle law.
     """
     return deviation * math.sqrt(2 * size)

@@ -2,14 +2,15 @@
 (McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
 arXiv 1602.05629).
 
-The server's optimiser steps on that mean: plain SGD at rate 1 is the paper's, momentum is FedAvgM (Hsu et al.
-2019), and an adaptive one FedOpt (Reddi et al. 2021); see `pfl_ext.algorithms.optimizers`.
+The server's optimiser steps on that mean. Plain SGD at rate 1 is the paper's; with momentum it is FedAvgM
+(Hsu et al. 2019); an adaptive optimiser makes it FedOpt (Reddi et al. 2021). See
+`pfl_ext.algorithms.optimizers`.
 
-Of slow or unreliable devices (`pfl_ext.devices.turnout`) the mean is over those who report, by their weights,
-whether they did all of their work or a part.
+With slow or unreliable devices (`pfl_ext.devices.turnout`) the mean is over the users who report, by their
+weights, whether they did all of their work or a part.
 
-With privacy: a user sends its update alone, which the mechanism clips before it is added, so that one user
-moves the sum by the clipping bound at most.
+With privacy: a user sends only its update, which the mechanism clips before it is added. So one user changes
+the sum by at most the clipping bound.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pfl_ext.rules import Refusals
 
 @register("fedavg")
 class FedAvg(OnPfl):
-    """pfl's algorithm; its parameters are ``NNAlgorithmParams``."""
+    """pfl's ``FederatedAveraging``, with parameters ``NNAlgorithmParams``."""
 
     refusals: ClassVar[Refusals] = {}
     takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack", "devices")

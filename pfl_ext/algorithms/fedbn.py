@@ -2,10 +2,10 @@
 (Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", arXiv
 2102.07623).
 
-It is FedPer whose personal variables are the scale and shift of every norm that is trained, found by the type
-of the layer and not by its name. Networks here have no running statistics that training moves (GroupNorm
-from scratch, frozen ones when pretrained), so that those, which FedBN keeps at the user too, are not part of
-it. A network without a trained norm is refused.
+This is FedPer whose personal variables are the scale and shift of every trained norm, found by the type of
+the layer and not by its name. The paper's FedBN also keeps running statistics at the user. Here training
+changes none: networks trained from scratch have GroupNorm, and pretrained ones have frozen statistics. A
+network without a trained norm is refused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pfl_ext.algorithms.personal_parts import personal_names
 
 @register("fedbn")
 class FedBN(FedPer):
-    """FedBN."""
+    """FedPer with the norms as personal variables."""
 
     options: ClassVar[type] = TunedOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The trained variables of norms."""
+        """Names of the trained variables of norms."""
         return personal_names(module, "norms")

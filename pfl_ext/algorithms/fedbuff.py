@@ -2,28 +2,28 @@
 (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation", Algorithm 1,
 arXiv 2106.06639).
 
-At any time M users train (``concurrency``), each from the version of the model that was newest when it
-started, and each at most once at a time. Of user i, u_i is the update of its local training, and tau_i the
-number of server steps since its start. Once the buffer has K updates (``buffer_size``), the server's
-optimiser steps on
+At any time M different users train (``concurrency``), each from the version of the model that was newest when
+it started. u_i is the update of user i, and tau_i the number of server steps since it started. Once the
+buffer has K updates (``buffer_size``), the server's optimiser steps on
 
     d = sum_i s(tau_i) w_i u_i / sum_i w_i,    s(tau) = 1 / sqrt(1 + tau)    (constant: s = 1)
 
-with w_i = 1 as in the paper (``federated.weighting: users``), so that the divisor is K, or the images of user
-i. The divisor does not hold s: old updates make a small step. Then the version grows by one, and the buffer
-is empty. A server step is a round of the run. With M = K = 1 this is FedAvg with a cohort of one.
+with w_i the number of user i's images, or 1 as in the paper (``federated.weighting: users``), which makes the
+divisor K. s is not in the divisor, so old updates make a small step. After the step the model has a new
+version, and the buffer is empty. A server step is a round of the run. M = K = 1 is FedAvg with cohorts of
+one.
 
-When users arrive follows from the run's ``devices`` (`pfl_ext.devices.arrivals`) and from nothing that is
-trained. So the K users of every step are known before training, and a step trains them together, by the
-version that they started from: a run is the same on any number of workers and after a resume. A version is
-kept, and is part of the checkpoint, until the last step that needs it: at most M of them and the newest.
+Arrival times follow from the run's ``devices`` (`pfl_ext.devices.arrivals`) and not from anything trained. So
+the K users of every step are known in advance, and a step trains them together, each from its own version.
+This makes a run the same on any number of workers and after a resume. A version is kept, also in checkpoints,
+until the last step that needs it: at most M old versions and the newest.
 
 Users who start from the same version and arrive for the same step draw their batches as a round of their
-own, so that nobody draws the same batches twice. The local learning rate is that of the round in which a user
-starts, the server's that of the step.
+own, so that no user draws the same batches twice. The local learning rate is that of the round in which a
+user starts; the server's is that of the step.
 
-Privacy is refused: who is in a buffer follows from how fast users are, which is no random sampling, and from
-how many images they have.
+Privacy is refused: which users are in a buffer depends on their speed and on how many images they have, so it
+is no random sampling.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from pfl_ext.models.memory import physical_memory
 from pfl_ext.rules import Refusals
 
 VERSIONS = "versions/"
-"""Before the number of a version and the name of a variable in a checkpoint."""
+"""Prefix in a checkpoint, before the number of a version and the name of a variable."""
 OF_ROUNDS = ("deadline_s", "over_selection", "stragglers", "availability")
-"""Keys of ``devices`` that say something of rounds with a cohort."""
+"""Keys of ``devices`` that have a meaning only for rounds with a cohort."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class FedBuffOptions:
-    """How many users train at a time, how many updates make a step, and what old updates count."""
+    """How many users train at a time, how many updates make a step, and the weight of old updates."""
 
     concurrency: PositiveInt = 10
-    """M, users who train at the same time; at most all of them."""
+    """M, the number of users who train at the same time; at most all users."""
     buffer_size: PositiveInt = 10
-    """K, updates for a step of the server, which is a round."""
+    """K, the number of updates for a step of the server, which is a round."""
     staleness_weight: Literal["inverse_sqrt", "constant"] = "inverse_sqrt"
-    """What an update counts that is tau server steps old: 1 / sqrt(1 + tau), or 1."""
+    """Weight s of an update that is tau server steps old: 1 / sqrt(1 + tau), or 1."""
     max_staleness: NonNegativeInt | None = None
-    """Server steps since its start after which an update is not taken; none: all are taken."""
+    """Greatest age in server steps at which an update is still used; none: all are used."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Buffered:
 
 @register("fedbuff")
 class FedBuff(Algorithm[Buffered]):
-    """A round is a step of the server."""
+    """Buffered asynchronous training. A round is one step of the server."""
 
     options: ClassVar[type] = FedBuffOptions
     takes: ClassVar[tuple[str, ...]] = ("devices",)
@@ -115,8 +115,8 @@ class FedBuff(Algorithm[Buffered]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a run without a clock, with devices' keys about cohorts, with more users at a time than
-        there are, or with versions that have no room in memory.
+        """Refuse a run without a clock, with keys of ``devices`` about cohorts, with more concurrent users
+        than there are, or with versions that do not fit in memory.
 
         Raises:
             ValueError: one line.
@@ -151,7 +151,7 @@ class FedBuff(Algorithm[Buffered]):
         return Buffered(self.means.model, {0: self.clients.weights()})
 
     def round(self, state: Buffered, number: int) -> tuple[Buffered, dict[str, Any]]:
-        """Train the users of a buffer, by the versions that they started from, and make the server's step."""
+        """Train the users of a buffer, each from its own version, and make the server's step."""
         step, newest = self.steps[number], state.versions[number]
         total = {name: torch.zeros_like(w) for name, w in newest.items()}
         whole = sum(float(self._weights[job.user]) for job in step.jobs)
@@ -180,7 +180,7 @@ class FedBuff(Algorithm[Buffered]):
         return 1.0 if self.means.options.staleness_weight == "constant" else float((1 + age) ** -0.5)
 
     def _events(self, number: int) -> dict[str, Any]:
-        """What ``metrics.jsonl`` says of the time between the step before and this one."""
+        """What ``metrics.jsonl`` says about the time since the last step."""
         step = self.steps[number]
         ages = [number - job.version for job in step.jobs]
         sent = len(step.jobs) + step.stale
@@ -197,7 +197,7 @@ class FedBuff(Algorithm[Buffered]):
         }
 
     def model(self, state: Buffered) -> PyTorchModel:
-        """The newest version."""
+        """The newest version of the model."""
         return state.model
 
     def tensors(self, state: Buffered) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ class FedBuff(Algorithm[Buffered]):
         return checkpoint.model_tensors(state.model) | kept
 
     def load(self, state: Buffered, tensors: Mapping[str, Tensor]) -> Buffered:
-        """Put all of it back."""
+        """Restore the model, the server's optimiser and the versions."""
         checkpoint.restore_model(state.model, tensors)
         variables, versions = state.model.variable_map, dict[int, Weights]()
         for key, tensor in checkpoint.part(tensors, VERSIONS).items():

@@ -1,16 +1,16 @@
-"""FedCOF: a head from the classes' covariances, which are estimated from the means of users
+"""FedCOF: a head from the classes' covariances, which are estimated from users' class means
 (Salami et al. 2024, "Closed-Form Feature-Based Federated Learning from Class Means", arXiv 2412.14326).
 
-User k sends for each class c of which it has images their number ``n_kc`` and the mean of their features
-``mu_kc``. Users' means scatter about the class mean as images do, with ``1 / n_kc`` of their variance:
+For each class c of which user k has images, it sends their number ``n_kc`` and the mean of their features
+``mu_kc``. The users' means vary about the class mean as images do, with ``1 / n_kc`` of their variance:
 
     S_c = sum_k n_kc (mu_kc - mu_c)(mu_kc - mu_c)' / (K_c - 1) + shrinkage I
 
-of the ``K_c`` users that have the class (divided by 1 where one user has it). The head is ``G^+ B`` with
-``G = sum_c (N_c - 1) S_c + N mu mu'`` and ``B = sum_c N_c mu_c e_c'``, its columns divided by their norms,
-and no bias. The scatter between the classes is left out of G, as in the paper.
+over the ``K_c`` users that have the class (divided by 1 where one user has it). The head is ``G^+ B`` with
+``G = sum_c (N_c - 1) S_c + N mu mu'`` and ``B = sum_c N_c mu_c e_c'``. Its columns are divided by their
+norms, and it has no bias. The scatter between classes is left out of G, as in the paper.
 
-The server needs each user's own means: secure aggregation, which shows sums alone, is not for this algorithm.
+The server needs each user's own means, so secure aggregation, which reveals only sums, cannot be used.
 
 Shape letters: P pairs of a user and a class that it has, D features, K classes.
 """
@@ -33,20 +33,20 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import UserImages
 
 PAIRS = ("means", "counts", "classes", "users")
-"""Names of the state's tensors: the first is ``[P, D]``, the others ``[P]``."""
+"""Names of the state's tensors. The first is ``[P, D]``, the others are ``[P]``."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedCOFOptions(HeadOptions):
-    """Also a shrinkage."""
+    """`HeadOptions` and a shrinkage."""
 
     shrinkage: NonNegativeFloat = 0.1
-    """Gamma: what each estimated covariance of a class gets on its diagonal (the authors: 0.1 or 1)."""
+    """Gamma, which is added to the diagonal of each class's covariance (the authors: 0.1 or 1)."""
 
 
 @register("fedcof")
 class FedCOF(ClosedForm):
-    """Estimated covariances."""
+    """A head from covariances that are estimated from users' class means."""
 
     options: ClassVar[type] = FedCOFOptions
     square_matrices: ClassVar[int] = 6  # G, its symmetric part, and those of `eigh`
@@ -58,7 +58,7 @@ class FedCOF(ClosedForm):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Also refuse images with several labels.
+        """Refuse what `ClosedForm` refuses, and images with several labels.
 
         Raises:
             ValueError: one line with the reason.
@@ -68,16 +68,16 @@ class FedCOF(ClosedForm):
             raise ValueError("FedCOF is for images with one label each: choose fed3r or fedncm")
 
     def init(self, seed: int) -> Sums:
-        """No pairs yet."""
+        """The state without any pair."""
         empty = torch.zeros(0, dtype=torch.float64)
         return {"means": empty.view(0, self.layer.in_features), **dict.fromkeys(PAIRS[1:], empty)}
 
     def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
-        """Sums of each class ``[K, D]`` and their number of images ``[K]``."""
+        """For each class the sum of features, ``[K, D]``, and the number of images, ``[K]``."""
         return {"sums": labels.T @ features, "counts": labels.sum(0)}
 
     def of_user(self, images: UserImages) -> Sums:
-        """How many images of each class; the pairs are kept until the end of the round."""
+        """The number of images of each class. The user's pairs are kept here until the end of the round."""
         sums = super().of_user(images)
         has = sums["counts"].nonzero()[:, 0]
         counts = sums["counts"][has, None]
@@ -86,7 +86,7 @@ class FedCOF(ClosedForm):
         return {"counts": sums["counts"]}
 
     def added(self, state: Sums, sums: Sums) -> Sums:
-        """The pairs so far and those of a round, on every worker alike."""
+        """The pairs so far and those of this round, the same on every worker."""
         workers = get_ops().distributed
         mine = torch.cat([*self._sent, torch.zeros(0, self.layer.in_features + 3, dtype=torch.float64)])
         self._sent.clear()
@@ -118,7 +118,7 @@ class FedCOF(ClosedForm):
         return F.normalize(weight), torch.zeros(num_classes, dtype=weight.dtype)
 
     def bytes(self, state: Sums) -> Traffic:
-        """The mean over users: a mean and a number for each class that a user has."""
+        """A mean and a number for each class that a user has; averaged over users."""
         pairs, width = state["means"].shape
         users = max(len(set(state["users"].tolist())), 1)
         return Traffic(0, math.ceil(FLOAT * pairs * (width + 1) / users))

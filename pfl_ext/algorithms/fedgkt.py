@@ -2,10 +2,10 @@
 (He, Annavaram, Avestimehr 2020, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
 arXiv 2007.14513, Algorithm 1).
 
-The run's network is cut after ``cut`` blocks. Client k has an extractor f_k, which are these blocks, and a
-small classifier c_k on its features: their mean over positions (``[B, C, H, W]``; other features are
-flattened), then one linear layer. The server has g, all blocks after the cut. No weight leaves its owner,
-and no model is averaged. In a round, with z_s the server's logits and z_c the client's,
+The run's network is cut after ``cut`` blocks. Client k has these blocks as its extractor f_k, and a small
+classifier c_k on their features: a mean over positions (features ``[B, C, H, W]``; others are flattened),
+then one linear layer. The server has g, all blocks after the cut. No weight leaves its owner, and no model is
+averaged. In a round, with z_s the server's logits and z_c the client's,
 
 1. each client makes ``local.num_epochs`` passes of SGD as ``local`` says, on
    ``CE(z_c, y) + alpha T^2 KL(softmax(z_s / T) || softmax(z_c / T))``, in the first round on CE alone;
@@ -16,21 +16,20 @@ and no model is averaged. In a round, with z_s the server's logits and z_c the c
 
 What is chosen here:
 
-* The logits that teach belong to an image, the row of the store: a client finds them by the image, in
-  whatever batch and order it trains. H is that of the whole image, as in scoring, so that every image has
-  one z_s, which also teaches on the crops that a client trains on.
+* Logits that teach are stored by image (row of the store), so a client finds them whatever its batches are.
+  H is computed from the whole image, as in scoring. So every image has one z_s, which also teaches the crops
+  that a client trains on.
 * Clients are the users of one cohort, drawn once from the seed, and take part in every round with all of
   their images. All begin with the run's first weights and with the same classifier.
-* A batch of the server is of one client. Which images it has and the order of all clients' batches are drawn
-  from (seed, round, pass). Adam goes on over the rounds, while SGD begins without momentum in each.
+* A batch of the server has images of one client. The batches and their order are drawn from (seed, round,
+  pass). Adam keeps its state over the rounds, while SGD begins without momentum in each.
 * ``server_epochs`` is 2 and not the paper's 20, which take too long for a CPU.
-* Clients infer by ``g(f_k(x))``, and there are as many such networks as clients. Scored, and kept in
-  ``model.safetensors``, is the one of the client with most images (of several, the first), whom
-  ``extractor_of`` names in the lines of ``metrics.jsonl`` and in ``results.json``. The others are in the
-  checkpoint.
+* Client k predicts by ``g(f_k(x))``, so there are as many networks as clients. The network of the client with
+  most images (the first of several) is scored and saved in ``model.safetensors``; ``extractor_of`` in
+  ``metrics.jsonl`` and ``results.json`` names this client. The other networks are in the checkpoint.
 
-With FedIR's weights, CE has them and KL has not. Nothing here keeps secret what is sent: images can be
-rebuilt from H, and labels are sent as they are.
+FedIR's weights apply to CE and not to KL. What is sent is not protected: images can be reconstructed from H,
+and labels are sent as they are.
 
 Letters: n clients, N images of all clients, B of a batch, K classes, F numbers of an image's features.
 """
@@ -66,7 +65,7 @@ from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 FLOAT = 4
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of what Adam keeps of a variable."""
+"""torch's names of the tensors that Adam keeps for a variable."""
 CLASSIFIER = ("classifier.weight", "classifier.bias")
 
 
@@ -88,7 +87,7 @@ class FedGKTOptions:
 
 @plain_dataclass(frozen=True)
 class GKTState:
-    """What a round begins with."""
+    """The state at the start of a round."""
 
     clients: Weights
     """Extractors and classifiers of all clients, by variable: ``[n, ...]``."""
@@ -97,9 +96,9 @@ class GKTState:
     adam: Weights
     """`MOMENTS` of each variable of g, as ``variable/moment``."""
     steps: Tensor
-    """How many the server has made, ``[]`` float32."""
+    """Number of steps that the server has made, ``[]`` float32."""
     teacher: Tensor
-    """z_s of all images ``[N, K]``, one client's after another's in the order of their rows."""
+    """z_s of all images ``[N, K]``, client after client, each in the order of its rows."""
 
 
 @register("fedgkt")
@@ -138,10 +137,11 @@ class FedGKT(Algorithm[GKTState]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks that cannot be cut, what one side alone cannot know, and what has no room.
+        """Refuse networks that cannot be cut, options that one side cannot compute alone, and a state that
+        does not fit in memory.
 
         Raises:
-            ValueError: in one line.
+            ValueError: one line with the reason.
         """
         module, users, n = setup.module, setup.users, setup.cohort_size
         if not all(p.requires_grad for p in module.backbone.parameters()):
@@ -187,11 +187,11 @@ class FedGKT(Algorithm[GKTState]):
 
     @property
     def engine(self) -> None:
-        """Clients train by the loss above, which the engine does not know."""
+        """None: the engine does not know the clients' loss."""
         return None
 
     def init(self, seed: int) -> GKTState:
-        """The first state: clients have the run's first layers and one classifier, which the seed draws."""
+        """The first state. All clients have the run's first layers and one classifier drawn from the seed."""
         generator = torch_stream(seed, "classifier of fedgkt's clients")
         bound = self.shapes.classifier[1] ** -0.5
         with torch.no_grad():
@@ -232,7 +232,7 @@ class FedGKT(Algorithm[GKTState]):
         return replace(trained, clients=clients), line
 
     def _of_client(self) -> dict[str, Tensor]:
-        """The variables of the client whose turn it is."""
+        """The variables of the client that trains at present."""
         return {**self.extractor.parameters, **self.classifier}
 
     def _logits(self, features: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class FedGKT(Algorithm[GKTState]):
         return F.linear(pooled(features), *self.classifier.values())
 
     def _train(self, images: UserImages, teacher: Tensor | None, number: int) -> Tensor:
-        """A client's passes with z_s of its images; the sum of its losses over images, and their number."""
+        """Make a client's passes, with z_s of its images. Returns the sum of losses and their number."""
         local, options, module = self.means.local_in(number), self.means.options, self.module
         variables = list(self._of_client().values())
         optimizer = self.means.model.new_local_optimizer(learning_rate=local.local_learning_rate)
@@ -274,7 +274,7 @@ class FedGKT(Algorithm[GKTState]):
             )
 
     def _batches(self, number: int, epoch: int) -> list[IntArray]:
-        """The images of each batch in a pass of the server: all clients', each batch of one of them."""
+        """The images of each batch in one pass of the server. A batch has images of one client."""
         rng, size = (
             stream(self.means.seed, "server of fedgkt", number, epoch),
             self.means.local.local_batch_size,
@@ -288,7 +288,7 @@ class FedGKT(Algorithm[GKTState]):
     def _serve(
         self, state: GKTState, features: Tensor, logits: Tensor, labels: Tensor, number: int
     ) -> tuple[GKTState, Tensor]:
-        """The server's passes, and its logits after them; with the sum of its losses, and their number."""
+        """Make the server's passes. Returns the new state, and the sum of losses and their number ``[2]``."""
         options, variables = self.means.options, self.server.parameters
         _set(variables, state.server)
         optimizer = torch.optim.Adam(variables.values(), options.server_learning_rate)
@@ -327,7 +327,7 @@ class FedGKT(Algorithm[GKTState]):
         return self.server(features)
 
     def findings(self, state: GKTState) -> dict[str, Any]:
-        """The client whose extractor the scored model has."""
+        """The client whose extractor is part of the scored model."""
         return {"extractor_of": str(self.means.users.partition.user_ids[self.users[self.shown]])}
 
     def model(self, state: GKTState) -> PyTorchModel:
@@ -357,7 +357,7 @@ class FedGKT(Algorithm[GKTState]):
         )
 
     def bytes(self, state: GKTState) -> Traffic:
-        """Means over the clients: of each image features, logits and label up, and logits down."""
+        """Features, logits and label of each image up, and logits down; averaged over clients."""
         users = self.means.users
         images, targets, _ = next(users.user_dataset(int(self.users[self.shown])).once())
         _, targets = self.module.prepare(images[:1].to(self.module.mean.device), targets[:1])
@@ -373,6 +373,6 @@ def _copies(variables: Mapping[str, Tensor]) -> Weights:
 
 @torch.no_grad()
 def _set(variables: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Give each variable its weight; weights of other names are left."""
+    """Copy the weights into variables of the same name; other weights are ignored."""
     for name, variable in variables.items():
         variable.copy_(weights[name])

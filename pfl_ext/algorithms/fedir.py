@@ -1,11 +1,11 @@
 """FedIR: importance-reweighted client objectives (Hsu, Qi, Brown 2020, Section 5.2).
 
-A user's images are drawn from its own distribution of labels q and not from the target's p, so each counts
-``p / q``. That is all: the weights stand in the targets, and the task (`pfl_ext.tasks`) normalises them over
-each mini-batch (equation 4). q never leaves the user; p is K numbers from the server.
+A user's images are drawn from its own label distribution q and not from the target distribution p, so each
+image has the weight ``p / q``. The weights are put into the targets, and the task (`pfl_ext.tasks`)
+normalises them over each mini-batch (equation 4). q never leaves the user; p is K numbers from the server.
 
-Not for private training: p holds the label counts of all training images, exactly, and enters every
-user's loss.
+Private training is refused: p is computed from the exact label counts of all training images, and enters
+every user's loss.
 
 Shape letters: n images that take part, N all images of the user, K labels.
 """
@@ -26,34 +26,35 @@ from pfl_ext.tasks.task import Task, WeightedTask
 
 @dataclass(frozen=True, config=STRICT)
 class ImportanceOptions:
-    """The options of FedIR, which goes with any algorithm of pfl's loop."""
+    """The options of FedIR, which can be combined with any algorithm on pfl's loop."""
 
     reweight: Literal["none", "fedir"] = "none"
-    """Weight of class k for user u; fedir: its share of all images over that of u's (Hsu et al., 5.2)."""
+    """Weight of class k for user u; fedir: its share of all images over its share of u's (Hsu et al. 5.2)."""
     max_importance: PositiveFloat | None = None
-    """Greatest weight that FedIR gives; none: any."""
+    """Greatest weight that FedIR gives; none: no limit."""
 
 
 class ImportanceWeights:
     """Turns a user's plain targets into weighted ones, for a task that takes weights.
 
-    * `pfl_ext.tasks.single_label.SingleLabel`, the paper's: an image of class y has the weight
-      ``p(y) / q(y)``, q the frequencies of the classes among all images of the user. A batch of one class is
-      as without weights.
-    * `pfl_ext.tasks.multi_label.WeightedMultiLabel`, ours, each label a task of two classes: an image has for
-      label c the weight ``p_c / q_c`` if it has the label, else ``(1 - p_c) / (1 - q_c)``.
+    * `pfl_ext.tasks.single_label.SingleLabel`, the paper's form: an image of class y has the weight
+      ``p(y) / q(y)``, with q the class frequencies among all images of the user. In a batch of one class the
+      weights change nothing.
+    * `pfl_ext.tasks.multi_label.WeightedMultiLabel`, our form, which treats each label as a task of two
+      classes: an image has for label c the weight ``p_c / q_c`` if it has the label, else
+      ``(1 - p_c) / (1 - q_c)``.
 
-    Where q is p every weight is exactly 1. Weights above ``cap`` become ``cap`` (truncated importance
-    sampling, Ionides 2008: some bias for less variance), for a label that a user has once in many images.
+    Where q equals p every weight is exactly 1. Weights above ``cap`` become ``cap``: truncated importance
+    sampling (Ionides 2008), with some bias for less variance, where a user has a label on very few images.
     """
 
     def __init__(
         self, target_distribution: npt.ArrayLike, task: WeightedTask, *, cap: float | None = None
     ) -> None:
-        """``target_distribution`` ``[K]``: of the classes, or of each label the share of images with it.
+        """``target_distribution`` ``[K]``: shares of the classes, or for each label its share of all images.
 
         Raises:
-            ValueError: when it is none, or ``cap`` is not positive.
+            ValueError: when it is no distribution, or ``cap`` is not positive.
         """
         label_shares = np.asarray(target_distribution, np.float64)
         task.check_target(label_shares)
@@ -66,18 +67,18 @@ class ImportanceWeights:
     def of_counts(
         cls, label_counts: npt.ArrayLike, num_images: int, task: WeightedTask, **options: Any
     ) -> ImportanceWeights:
-        """Weights towards the distribution of images of which ``label_counts`` ``[K]`` have each label."""
+        """Weights towards the distribution of ``num_images`` images with these ``label_counts`` ``[K]``."""
         return cls(np.asarray(label_counts, np.float64) / num_images, task, **options)
 
     def __call__(self, targets: npt.ArrayLike, of_user: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """Weighted targets ``[n, K]`` of those images of a user that take part.
+        """Weighted targets ``[n, K]`` of a user's images that take part.
 
         Args:
-            targets: theirs, ``[n, K]`` of 0 and 1.
-            of_user: those of all the user's images, ``[N, K]``; q is counted there.
+            targets: their plain targets, ``[n, K]`` of 0 and 1.
+            of_user: the targets of all the user's images, ``[N, K]``, from which q is counted.
 
         Raises:
-            ValueError: when the user has a label, or lacks one, that the target distribution never does.
+            ValueError: when the user has a label with p = 0, or lacks one with p = 1.
         """
         everything = np.asarray(of_user)
         q = self._task.event_shares(everything.sum(0, dtype=np.float64) / max(len(everything), 1))
@@ -94,12 +95,12 @@ class ImportanceWeights:
 
 
 def weighted_task(options: ImportanceOptions, plain: Task) -> Task:
-    """A benchmark's own task, or the form of it that takes FedIR's weights."""
+    """The task ``plain``, or with FedIR its form that takes weights."""
     return plain if options.reweight == "none" else plain.reweighted()
 
 
 def importance_weights(options: ImportanceOptions, store: ImageStore, task: Task) -> ImportanceWeights | None:
-    """The weights towards the labels' distribution over all training images; None without FedIR."""
+    """The weights towards the label distribution of all training images; None without FedIR."""
     if options.reweight == "none":
         return None
     assert isinstance(task, WeightedTask), "see weighted_task"

@@ -1,33 +1,33 @@
 """FedMA: networks are averaged layer by layer, after their neurons have been matched
 (Wang et al. 2020, "Federated Learning with Matched Averaging", Algorithm 1, arXiv 2002.06440).
 
-A pass takes as many rounds as the network has layers. In round n of it
+A pass has as many rounds as the network has layers. In its round n
 
-1. every user trains its own network from layer n on; the layers below are the global ones, and frozen;
-2. it sends its layer n. The server matches the users' neurons (`pfl_ext.algorithms.matching`), and the mean
-   of those that are in one place is the global layer, which all get and freeze;
+1. every user trains its own network from layer n on; the layers below are global and frozen;
+2. it sends its layer n. The server matches the users' neurons (`pfl_ext.algorithms.matching`). The means of
+   matched neurons are the global layer, which all users receive and freeze;
 3. each user puts the inputs of its layer n + 1 in the order of the global neurons.
 
-The last layer, whose outputs are classes and need no matching, is averaged class by class: a user's share in
-class k is its share of all images of that class; a class that nobody has is averaged as the
-other layers are. After the last round of a pass all users have the global network. Further passes are the
-paper's FedMA with communication, so ``federated.num_rounds`` is any multiple of the number of layers.
+The outputs of the last layer are classes and need no matching. It is averaged class by class: a user's weight
+for class k is its share of all images of that class. A class without images is averaged as the other layers
+are. After the last round of a pass all users have the global network. Further passes are the paper's FedMA
+with communication, so ``federated.num_rounds`` is any multiple of the number of layers.
 
-The matching is the paper's BBP-MAP, which is that of PFNM (Yurochkin et al. 2019, "Bayesian Nonparametric
-Federated Learning of Neural Networks", arXiv 1905.12022), with one thing left out: **no new global neuron is
-opened, and a layer keeps its width**, where the paper lets VGG-9 grow by a tenth. So each global neuron has
-one neuron of every user, and of the cost of user neuron v at global neuron i, with S_i the sum of the m
-others there, s^2 and s0^2 the variances of neurons and of their prior with mean 0, and J users,
+The matching is the paper's BBP-MAP, that of PFNM (Yurochkin et al. 2019, "Bayesian Nonparametric Federated
+Learning of Neural Networks", arXiv 1905.12022), with one difference: **no global neuron is added, and a layer
+keeps its width**, where the paper lets VGG-9 grow by a tenth. So each global neuron has one neuron of every
+user. Let S_i be the sum of the m neurons at global neuron i, s^2 and s0^2 the variances of neurons and of
+their prior with mean 0, and J the number of users. User neuron v at global neuron i costs
 
     -|v / s^2 + S_i / s^2|^2 / (1 / s0^2 + (m + 1) / s^2) + |S_i / s^2|^2 / (1 / s0^2 + m / s^2)
     - 2 log(m / (J - m)),
 
-only a negative factor times ``S_i . v`` depends on which v goes where: m is the same for all i. The variances
-and the process's gamma then decide nothing, and are no options.
+and m is the same for all i. So only the term in ``S_i . v``, which has a negative factor, depends on the
+places. The variances and the process's gamma then have no effect, and are no options.
 
-The users are those of the first cohort, from the first round to the last, as each has a network of its own;
-with ``federated.cohort_size`` the number of users they are all. Between two rounds the model that is scored
-has the mean of the layers that are not matched yet. The paper weighs users alike, which is
+Each user has a network of its own, so the users of the first cohort stay from the first round to the last.
+Set ``federated.cohort_size`` to the number of users for all of them. Between two rounds the scored model has
+the mean of the layers that are not matched yet. The paper weighs all users equally:
 ``federated.weighting users``.
 
 Letters: P trained parameters, J users, N layers.
@@ -58,7 +58,7 @@ from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 BACKBONE = "backbone."
 NUMBER = 4
-"""Bytes of a place in a layer, and of a count of a class."""
+"""Size in bytes of a neuron's place in a layer, and of a class count."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -66,11 +66,11 @@ class FedMAOptions:
     """Options of the matching."""
 
     passes: Annotated[int, Field(ge=0)] = 5
-    """How often at most all users' neurons are matched again, once each user was matched to those before."""
+    """Most times that all users' neurons are matched again, after the first matching of each."""
 
 
 class Networks(NamedTuple):
-    """The state: the users' own networks, by their order in the cohort."""
+    """The state: the users' own networks, in the order of the cohort."""
 
     users: list[Weights]
 
@@ -96,7 +96,7 @@ class FedMA(Algorithm[Networks]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks with other layers, a pass that is not whole, and too many networks for the memory.
+        """Refuse networks with other layers, incomplete passes, and networks that do not fit in memory.
 
         Raises:
             ValueError: one line with the reason.
@@ -121,7 +121,7 @@ class FedMA(Algorithm[Networks]):
         return Networks([self.clients.weights() for _ in self.users])
 
     def round(self, state: Networks, number: int) -> tuple[Networks, dict[str, Any]]:
-        """Train all users' layers from one on, and put that one together on the server."""
+        """Train all users' layers from layer n on, and combine layer n on the server."""
         place = number % len(self.layers)
         trained, line = self._trained(state.users, place, number)
         layer = self.layers[place]
@@ -138,8 +138,8 @@ class FedMA(Algorithm[Networks]):
         return Networks([{**own, **{n: t.clone() for n, t in together.items()}} for own in trained]), line
 
     def _trained(self, users: list[Weights], place: int, number: int) -> tuple[list[Weights], dict[str, Any]]:
-        """The users' networks after local training of all layers from this one on."""
-        self.clients.model(users[0])  # whose layers below are those of all
+        """The users' networks after local training of the layers from ``place`` on."""
+        self.clients.model(users[0])  # the layers below are the same for all users
         with self._frozen_below(place) as clients:
             names = list(clients.weights())
             starts = [{name: own[name] for name in names} for own in users]
@@ -151,7 +151,7 @@ class FedMA(Algorithm[Networks]):
 
     @contextmanager
     def _frozen_below(self, place: int) -> Iterator[Clients]:
-        """Within, the layers below this one are not trained: clients that train the others."""
+        """In this context the layers below ``place`` are frozen. Yields clients that train the others."""
         module, engine = self.means.module, self.means.engine
         if place == 0:
             yield self.clients
@@ -206,7 +206,7 @@ class FedMA(Algorithm[Networks]):
         return counts
 
     def model(self, state: Networks) -> PyTorchModel:
-        """The global layers, and of those that are not matched yet the mean."""
+        """The network with the global layers, and the users' mean of the layers not matched yet."""
         return self.clients.model({name: self._mean(state.users, name) for name in state.users[0]})
 
     def tensors(self, state: Networks) -> dict[str, Tensor]:
@@ -223,9 +223,9 @@ class FedMA(Algorithm[Networks]):
         )
 
     def bytes(self, state: Networks) -> Traffic:
-        """The mean over the rounds of a pass: each layer goes up once and comes down once, with the places of
-        its neurons; counts of classes go up with the last one. The first network comes down besides, once in
-        the run.
+        """The mean over the rounds of a pass. Each layer goes up once and comes down once, with its neurons'
+        places; the class counts go up with the last layer. The first network, which comes down once in the
+        run, is added.
         """
         size, rounds, total = trained_bytes(self.means.module), len(self.layers), self.means.num_rounds
         places = NUMBER * sum(layer.neurons for layer in self.layers[:-1])

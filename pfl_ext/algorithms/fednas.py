@@ -1,34 +1,35 @@
-"""FedNAS: users search together for the architecture of their network
+"""FedNAS: users search together for a network's architecture
 (He, Annavaram, Avestimehr 2020, "Towards Non-I.I.D. and Invisible Data with FedNAS: Federated Deep Learning
 via Neural Architecture Search", arXiv 2004.08546).
 
-The network is that of DARTS' search (`pfl_ext.models.darts`, arXiv 1806.09055), whose parameters are weights
-w and architecture variables alpha. Every user starts at the server's (w, alpha) and halves its training
-images. With L_train the loss of a batch of the first half and L_val that of one of the second, each batch is
-two steps (MiLeNAS, He et al. 2020, arXiv 2003.12238; first order: w is a constant for alpha)
+The network is DARTS' search network (`pfl_ext.models.darts`, arXiv 1806.09055). Its parameters are weights w
+and architecture variables alpha. Every user starts at the server's (w, alpha) and divides its training images
+into two halves. L_train is the loss of a batch of the first half, L_val that of a batch of the second. Each
+pair of batches makes two steps (MiLeNAS, He et al. 2020, arXiv 2003.12238, first order: w is constant in the
+first)
 
     alpha <- Adam step on  grad_alpha (lambda L_train(w, alpha) + L_val(w, alpha))
     w     <- SGD step on   grad_w L_train(w, alpha)
 
 and the server averages both over the cohort by FedAvg's weights: ``(w, alpha) <- sum_k p_k (w_k, alpha_k)``.
-After each round the genotype that alpha says stands in the round's line of ``metrics.jsonl``, and the last
-one in ``results.json``. The second stage trains the derived network: ``model.arch: darts`` with this file, or
-the text in it, as ``model.genotype``, by FedAvg or any other algorithm.
+Each round's line of ``metrics.jsonl`` has the genotype that alpha selects, and ``results.json`` has the last
+one. A second run trains the derived network, by FedAvg or any other algorithm: ``model.arch: darts`` with
+this file, or its text, as ``model.genotype``.
 
 What is chosen here:
 
-* The halves are a function of (seed, user), the same in every round; of an odd number of images the first
-  half has one more. A user with one image moves w alone. No image of the test or val split is read: these
-  only score the model between rounds.
-* In an epoch each batch of the first half meets one of the second; where that has a batch less, its first
-  comes once more.
-* w's gradient is clipped (`local.max_grad_norm`), and alpha's is not.
+* The halves are a function of (seed, user), the same in every round. With an odd number of images the first
+  half has one more. A user with one image trains only w. The test and val splits only score the model
+  between rounds.
+* In an epoch each batch of the first half is paired with one of the second. Where the second has one batch
+  less, its first batch is used twice.
+* The gradient of w is clipped (`local.max_grad_norm`); that of alpha is not.
 * Both optimisers start without state for every user in every round: users keep nothing between rounds, and
   Adam's moments, two more copies of alpha, are not sent. Adam's bias correction counts a user's steps of the
   round.
 * The learning rate of w falls over the rounds (`local.schedule`), not within a user's epochs.
 
-The engine does not know these steps: pfl's loop over users trains them.
+The engine does not know these steps, so pfl's loop over users makes them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, config=STRICT)
 class FedNASOptions:
-    """Steps of alpha; those of w are the keys of ``local``. The defaults are the paper's."""
+    """Options of the steps of alpha; ``local`` has those of w. The defaults are the paper's."""
 
     alpha_learning_rate: PositiveFloat = 3e-4
     """Factor of Adam's step."""
@@ -71,14 +72,14 @@ class FedNASOptions:
     alpha_beta2: Decay = 0.999
     """Share of the mean squared gradient that a step keeps."""
     alpha_weight_decay: NonNegativeFloat = 1e-3
-    """Multiple of alpha that is added to its gradient."""
+    """Weight decay: the multiple of alpha that is added to its gradient."""
     train_loss_weight: NonNegativeFloat = 1.0
-    """Lambda: weight of the loss of the first half in alpha's gradient; 0: DARTS' first order."""
+    """Lambda, the weight of L_train in alpha's gradient; 0: DARTS' first order."""
 
 
 @register("fednas")
 class FedNAS(Algorithm[Weights]):
-    """The search; its state is w and alpha by name."""
+    """The search. Its state is w and alpha, by name."""
 
     options: ClassVar[type] = FedNASOptions
     refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
@@ -91,7 +92,7 @@ class FedNAS(Algorithm[Weights]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what is no search over all weights and all images.
+        """Refuse a network or options with which not all weights are searched over all images.
 
         Raises:
             ValueError: one line with the reason.
@@ -106,7 +107,7 @@ class FedNAS(Algorithm[Weights]):
 
     @property
     def engine(self) -> None:
-        """Users do not train by the engine."""
+        """None: the engine does not know these steps."""
         return None
 
     def init(self, seed: int) -> Weights:
@@ -114,7 +115,7 @@ class FedNAS(Algorithm[Weights]):
         return self.clients.weights()
 
     def round(self, state: Weights, number: int) -> tuple[Weights, dict[str, Any]]:
-        """The cohort searches, and the server averages."""
+        """Every user of the cohort searches, and the server averages."""
         update, line = self.clients.mean_update(state, self.clients.cohort(number), number)
         state = {name: tensor + update[name] for name, tensor in state.items()}
         return state, {**line, **self.findings(state)}
@@ -124,7 +125,7 @@ class FedNAS(Algorithm[Weights]):
         return {"genotype": network_of(self.model(state)).genotype().text}
 
     def model(self, state: Weights) -> PyTorchModel:
-        """The network of the search."""
+        """The run's model with the search network at this state."""
         return self.clients.model(state)
 
     def tensors(self, state: Weights) -> dict[str, Tensor]:
@@ -147,7 +148,7 @@ class LocalSearch:
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """What the user's steps change in w and alpha."""
+        """The user's update of w and alpha."""
         start, local = model.get_parameters(), central_context.model_train_params
         optimizer = model.new_local_optimizer(learning_rate=get_param_value(local.local_learning_rate))
         alphas = network_of(model).alphas
@@ -174,21 +175,21 @@ class LocalSearch:
 
 
 def network_of(model: PyTorchModel) -> SearchNetwork:
-    """The network of the search in a run's model."""
+    """The search network in a run's model."""
     network = model.pytorch_model.backbone
     assert isinstance(network, SearchNetwork)
     return network
 
 
 def halves(images: UserImages, seed: int) -> tuple[UserImages, UserImages]:
-    """A user's images for w and those for alpha, by a permutation that (seed, user) draws."""
+    """A user's images for w and its images for alpha, by a permutation that is drawn from (seed, user)."""
     order = stream(seed, "halves of an architecture search", str(images.user_id)).permutation(len(images))
     middle = (len(images) + 1) // 2
     return images.part(order[:middle], 0), images.part(order[middle:], 1)
 
 
 def paired(train: Iterable[Batch], val: Iterable[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
-    """Each batch for w with one for alpha, which come in a circle; None where there is none at all."""
+    """Pairs of a batch for w and one for alpha; the latter start over when used up (None if none exists)."""
     others = cycle(val)
     return ((batch, next(others, None)) for batch in train)
 
@@ -196,7 +197,7 @@ def paired(train: Iterable[Batch], val: Iterable[Batch]) -> Iterator[tuple[Batch
 def alpha_step(
     model: PyTorchModel, optimizer: torch.optim.Optimizer, train: Batch, val: Batch, weight: float
 ) -> None:
-    """A step of alpha on ``weight`` times the loss of the first batch and the loss of the second."""
+    """Make a step of alpha on ``weight`` times the loss of ``train`` plus the loss of ``val``."""
     alphas = network_of(model).alphas
     with _not_noted(model):
         gradients = torch.autograd.grad(_loss(model, val), alphas)
@@ -212,7 +213,7 @@ def alpha_step(
 def weight_step(
     model: PyTorchModel, optimizer: torch.optim.Optimizer, train: Batch, max_norm: float | None
 ) -> None:
-    """A step of w on the loss of a batch, with a gradient of at most this norm."""
+    """Make a step of w on a batch's loss, with the gradient clipped to ``max_norm``."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     for weight, gradient in zip(weights, torch.autograd.grad(_loss(model, train), weights)):
         weight.grad = gradient
@@ -229,7 +230,7 @@ def _loss(model: PyTorchModel, batch: Batch) -> Tensor:
 
 @contextlib.contextmanager
 def _not_noted(model: PyTorchModel) -> Iterator[None]:
-    """Within, losses are of no step of w, and no part of a round's training loss."""
+    """In this context losses do not count in the round's training loss, since they belong to no step of w."""
     module = model.pytorch_model
     noted, module.noted = module.noted, None
     try:

@@ -2,9 +2,9 @@
 (Legate et al. 2023, "Guiding The Last Layer in Federated Learning with Pre-Trained Models",
 arXiv 2306.03937).
 
-With z the features of an image, ``w_c = mu_c / |mu_c|`` for the mean ``mu_c`` over all images of class c, and
-no bias. The direction of the mean is that of the sum, so that sums ``[K, D]`` are all that users send. For
-images with several labels (the paper has one), an image counts for each of its labels.
+The weights of class c are ``w_c = mu_c / |mu_c|``, with ``mu_c`` the mean of the features over all images of
+the class; there is no bias. The mean has the direction of the sum, so users send only sums ``[K, D]``. An
+image with several labels counts for each of them (the paper has one label an image).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pfl_ext.rules import Refusals
 
 @register("fedncm")
 class FedNCM(ByRows):
-    """Class means."""
+    """A head of normalised class means."""
 
     refusals: ClassVar[Refusals] = {}
 
@@ -36,6 +36,6 @@ class FedNCM(ByRows):
         return {"sums": (labels * factors[:, None]).T @ features}
 
     def head(self, total: Sums) -> tuple[Tensor, Tensor]:
-        """The directions of the sums; zeros for a label without images."""
+        """The sums divided by their norms; zeros for a label without images."""
         sums = total["sums"]
         return F.normalize(sums), torch.zeros(len(sums), dtype=sums.dtype)

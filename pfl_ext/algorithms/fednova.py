@@ -1,18 +1,18 @@
 """FedNova: normalised averaging, so that users with more local steps do not pull the model further
 (Wang et al. 2020, "Tackling the Objective Inconsistency Problem", arXiv 2007.07481).
 
-A user's update of T steps is ``-lr sum_k a_k g_k``. It sends ``d = update / |a|_1``; the server moves by
-``tau_eff sum_i p_i d_i`` with ``p_i`` the weights of the mean. ``tau_eff`` is ``sum_i p_i |a_i|_1``, and with
-a proximal term ``sum_i p_i T_i`` (the authors' code). Server momentum is the server's optimiser: "sgd" with
-momentum is theirs, ``v <- momentum v + g``.
+A user's update of T steps is ``-lr sum_k a_k g_k``. It sends ``d = update / |a|_1``, and the server moves by
+``tau_eff sum_i p_i d_i`` with ``p_i`` the weights of the mean. ``tau_eff`` is ``sum_i p_i |a_i|_1``, or
+``sum_i p_i T_i`` with a proximal term (as in the authors' code). The authors' server momentum is the server
+optimiser "sgd" with momentum, ``v <- momentum v + g``.
 
-As pfl statistics: the user's tensors divided by ``|a|_1``, and one tensor more, `STEPS`, which the weighting
-and the sums over users and workers treat like the others, so that its mean is tau_eff.
+As pfl statistics a user sends its tensors divided by ``|a|_1`` and one more tensor, `STEPS`. The weighting
+and the sums over users and workers treat it like the others, so its mean is tau_eff.
 
-A user who does a part of its work (`pfl_ext.devices.turnout`) has made fewer steps, which is what T counts.
+T counts the steps that a user made, also where it did only a part of its work (`pfl_ext.devices.turnout`).
 
-Not for private training: the division comes after the update that a mechanism would clip, and the number of
-steps has no bound.
+Private training is refused: a mechanism would clip the update before its division by ``|a|_1``, and the
+number of steps has no bound.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ STEPS = "pfl_ext.algorithms.fednova/steps"
 
 @dataclass(frozen=True)
 class FedNovaParams(NNAlgorithmParams):
-    """pfl's parameters and ``mu``, the weight of ``|w - w_central|^2 / 2`` in every user's loss; 0: none."""
+    """pfl's parameters, and ``mu``, the weight of ``|w - w_central|^2 / 2`` in every user's loss; 0: none."""
 
     mu: float = 0.0
 
 
 @lru_cache(maxsize=4096)
 def coefficient_sum(num_steps: int, momentum: float = 0.0, rate_times_mu: float = 0.0) -> float:
-    """``|a|_1``: what the gradients of so many local steps count for in the update, in learning rates.
+    """``|a|_1``: the total weight of the gradients of ``num_steps`` local steps in the update, per rate.
 
-    By the response to a single gradient, through momentum and proximal pull together. Plain SGD gives T;
-    momentum rho the sum of ``c <- rho c + 1``; a proximal term alone ``a <- a (1 - lr mu) + 1``.
+    It is computed from the response to a single gradient, through momentum and proximal pull together. Plain
+    SGD gives T; momentum rho the sum of ``c <- rho c + 1``; a proximal term alone ``a <- a (1 - lr mu) + 1``.
     """
     total, position, velocity = 0.0, 0.0, 1.0
     for _ in range(num_steps):
@@ -60,7 +60,7 @@ def coefficient_sum(num_steps: int, momentum: float = 0.0, rate_times_mu: float 
 
 @dataclass(frozen=True)
 class Normaliser(Rule):
-    """The form of the users' local training, on which their ``|a|_1`` depends."""
+    """Divides each user's update by ``|a|_1``, which depends on the form of local training."""
 
     momentum: float
     rate_times_mu: float
@@ -80,7 +80,7 @@ class Normaliser(Rule):
 
 @register("fednova")
 class FedNova(OnPfl):
-    """pfl's algorithm; its parameters are `FedNovaParams`."""
+    """FedNova on pfl's loop, with parameters `FedNovaParams`."""
 
     options = ProximalOptions
     refusals: ClassVar[Refusals] = {
@@ -91,7 +91,7 @@ class FedNova(OnPfl):
 
     @classmethod
     def resolved(cls, options: ProximalOptions) -> dict[str, Any]:
-        """mu."""
+        """The default of mu."""
         return {"mu": options.mu or 0.0}
 
     @classmethod
@@ -99,7 +99,7 @@ class FedNova(OnPfl):
         """Refuse a proximal term whose pull differs between layers.
 
         Raises:
-            ValueError: in one line.
+            ValueError: one line with the reason.
         """
         if setup.options.mu and setup.has_head_rate:
             raise ValueError(
@@ -113,12 +113,12 @@ class FedNova(OnPfl):
         return cls(), FedNovaParams(**common, **cls.resolved(setup.options))
 
     def bytes(self, model: PyTorchModel) -> Traffic:
-        """A user sends its term of tau_eff besides."""
+        """Besides its update, a user sends its term of tau_eff."""
         down, up = super().bytes(model)
         return Traffic(down, up + 4)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> Normaliser:
-        """SGD, with the proximal term if there is one, then division by ``|a|_1``.
+        """Local SGD, with the proximal term if there is one, then division by ``|a|_1``.
 
         Raises:
             ValueError: for a local optimiser whose steps are not those of SGD with momentum.

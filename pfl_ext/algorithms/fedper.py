@@ -1,10 +1,10 @@
 """FedPer: the last layers stay with the user, the others are averaged
 (Arivazhagan et al. 2019, "Federated Learning with Personalization Layers", arXiv 1912.00818, Algorithm 1).
 
-A user loads (x, h_i), the server's shared variables and its own personal ones, trains all of them together by
-local SGD, keeps the new h_i, and sends what its steps changed in x. Which variables are personal is
-`federated.options.personal`. Before its first round, and for ever if it has none, a user has the h that the
-run began with. Without personal variables it is FedAvg, and with all of them each user trains alone.
+A user loads (x, h_i), the server's shared variables and its own personal ones. It trains all of them together
+by local SGD, keeps the new h_i, and sends the update of x. `federated.options.personal` says which variables
+are personal. Until a user has trained, its h is that of the run's first weights. Without personal variables
+this is FedAvg, and with all variables personal each user trains alone.
 
 Users train by the engine, one after another, since each starts from weights of its own.
 """
@@ -32,20 +32,20 @@ class TunedOptions(KeptOptions):
     """Options for tuning a user before it is scored."""
 
     tune_epochs: NonNegativeInt = 0
-    """Epochs on its personal variables (all, where it has none) before a user is scored, and then undone."""
+    """Epochs on a user's personal variables (or all, if it has none), only for its score and then undone."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedPerOptions(TunedOptions):
-    """What stays with the user."""
+    """FedPer's options: which variables stay with the user."""
 
     personal: str | None = "head"
-    """Variables that stay with users: head, norms, all, none, or beginnings of names, with commas between."""
+    """Variables that stay with users: head, norms, all, none, or prefixes of names, separated by commas."""
 
 
 @register("fedper")
 class FedPer(Personalised):
-    """FedPer; a subclass has other personal variables, or another order of local training."""
+    """FedPer. A subclass may have other personal variables, or another order of local training."""
 
     options: ClassVar[type] = FedPerOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
@@ -63,12 +63,12 @@ class FedPer(Personalised):
 
     @classmethod
     def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The others."""
+        """Names of the trained variables that are not personal."""
         kept = set(cls.kept_names(module, options))
         return [name for name in trained_names(module) if name not in kept]
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
-        """Train all variables together, from x with the user's h."""
+        """Train all variables together, starting from x with the user's h."""
         start = {**x, **self.layout.named(kept)}
         update, seen = self.clients.train_alone(start, user, number)
         return update, kept + self.layout.flat(update), seen
@@ -79,10 +79,10 @@ class FedPer(Personalised):
         return bool(self.means.options.tune_epochs)
 
     def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:
-        """x with the user's h, which is tuned for some epochs first if that is asked for."""
+        """x with the user's h, after `tune_epochs` epochs of tuning."""
         own = super().own_model(x, kept, user, number)
         if self.tunes:
-            last = self.means.num_rounds - 1  # which has a learning rate
+            last = self.means.num_rounds - 1  # the schedule has no learning rate after the last round
             update, _ = self._tuning.train_alone(own, user, min(number, last), draws=number)
             own = {name: w + update[name] for name, w in own.items()}
         return own

@@ -1,9 +1,10 @@
 """FedProx: users are held near the server's model
 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127).
 
-Every user's loss has the term ``mu |w - w_central|^2 / 2`` besides; the server does what FedAvg's does. The
-paper's inexact solutions are the same number of epochs for all, or what ``devices.late: partial`` lets each
-do: its experiments have ``devices.stragglers`` of 0, 0.5 or 0.9, whom FedAvg drops (``devices.late: drop``).
+The term ``mu |w - w_central|^2 / 2`` is added to every user's loss; the server's part is FedAvg's. In the
+paper users may solve their problem inexactly. Here all make the same number of epochs, or stragglers do a
+part of their work with ``devices.late: partial``. The paper's experiments have ``devices.stragglers`` of 0,
+0.5 or 0.9, and its FedAvg drops them (``devices.late: drop``).
 
 With privacy: the term acts on one user's local training, before its update is clipped.
 """
@@ -29,15 +30,15 @@ DEFAULT_MU = 0.01
 
 @dataclass(frozen=True, config=STRICT)
 class ProximalOptions:
-    """The options of FedProx, and of FedNova, which can have a proximal term too."""
+    """The options of FedProx, and of FedNova, which can also have a proximal term."""
 
     mu: NonNegativeFloat | None = None
-    """Weight of the proximal term of FedProx (none: 0.01) and FedNova (none: 0), without unit."""
+    """Weight mu of the proximal term, without unit; none: 0.01 in FedProx, 0 in FedNova."""
 
 
 @register("fedprox")
 class FedProx(OnPfl):
-    """pfl's algorithm; its parameters are ``FedProxParams``."""
+    """pfl's FedProx, with parameters ``FedProxParams``."""
 
     options = ProximalOptions
     refusals: ClassVar[Refusals] = {}
@@ -45,7 +46,7 @@ class FedProx(OnPfl):
 
     @classmethod
     def resolved(cls, options: ProximalOptions) -> dict[str, Any]:
-        """mu."""
+        """The default of mu."""
         return {"mu": DEFAULT_MU if options.mu is None else options.mu}
 
     @classmethod

@@ -2,16 +2,16 @@
 (Collins et al. 2021, "Exploiting Shared Representations for Personalized Federated Learning", arXiv
 2102.07078, Algorithm 1).
 
-As FedPer, but a user's local training has two phases, each with an optimiser that starts from nothing:
+This is FedPer with two phases of local training, each with a new optimiser:
 
     h_i <- SGD on F_i(x, h_i) with x fixed, `federated.options.personal_epochs` epochs;
     x_i <- SGD on F_i(x_i, h_i) from x with h_i fixed, `local.num_epochs` epochs (the paper's: 1);
 
-and ``x_i - x`` is sent. No gradient of what is fixed is computed. The batches of the first phase are drawn
-for it, those of the second are FedAvg's: without personal variables the algorithm is FedAvg. The authors
-train every user's head for 10 epochs more before it is scored: `federated.options.tune_epochs`.
+and ``x_i - x`` is sent. Gradients of the fixed variables are not computed. The first phase has batches of its
+own, the second has FedAvg's, so without personal variables the algorithm is FedAvg. The authors train every
+user's head for 10 more epochs before it is scored (`federated.options.tune_epochs`).
 
-The engine does not know these phases; pfl's loop over users trains them.
+The engine does not know these phases, so pfl's loop over users trains them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class FedRepOptions(FedPerOptions):
-    """FedPer's, and the first phase."""
+    """FedPer's options, and those of the first phase."""
 
     personal_epochs: PositiveInt = 10
-    """Epochs on the personal variables in each round, before those on the others (local.num_epochs)."""
+    """Epochs on the personal variables in each round, before local.num_epochs epochs on the others."""
     personal_learning_rate: PositiveFloat | None = None
-    """Learning rate of these epochs, in every round; none: that of the others."""
+    """Learning rate of these epochs, in every round; none: that of local training."""
 
 
 @register("fedrep")
 class FedRep(FedPer):
-    """FedRep."""
+    """FedPer with two phases of local training."""
 
     options: ClassVar[type] = FedRepOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)

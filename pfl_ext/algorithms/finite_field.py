@@ -2,15 +2,15 @@
 
 An element is an int64 in 0..q - 1. Nothing overflows:
 
-* a product of two elements is at most (q - 1)^2 < 2^62, and one more element on top of it stays below 2^63;
+* a product of two elements is at most (q - 1)^2 < 2^62, and with one more element added it is below 2^63;
 * a sum of k elements is below k 2^31, and so below 2^63 for fewer than 2^32 of them;
-* `combine` says of itself why it is exact.
+* the docstring of `combine` says why it is exact.
 
 On the wire an element takes 4 bytes (`BYTES`).
 
-A real number x in fixed point is the integer nearest to ``x 2^b`` (ties to the even one) modulo q, negative
-ones as ``q - |x|``. `decode` finds the sum of such numbers again as long as it is at most ``(q - 1) / 2``
-from 0, which `most_bits` makes sure of.
+A real number x in fixed point is the integer nearest to ``x 2^b`` (ties to the even one) modulo q; a negative
+integer n is ``q - |n|``. `decode` recovers a sum of such numbers if it is at most ``(q - 1) / 2`` from 0,
+which `most_bits` guarantees.
 
 Masks come from ChaCha20's keystream (RFC 8439) under 32-byte keys of the operating system's generator.
 Secrets are shared as Shamir does (1979, "How to share a secret"), with Lagrange's interpolation.
@@ -34,11 +34,11 @@ PRIME = 2**31 - 1
 BYTES, KEY_BYTES = 4, 32
 """Bytes of an element, and of the key of a keystream."""
 MOST_BITS = 30
-"""Most bits after the binary point: above it not even one number of size 1 has a place."""
+"""Most bits after the binary point: with more, a single number of size 1 would not fit."""
 BLOCK = 4096
-"""Numbers of a vector that are worked on at once, so that they stay in the processor's cache."""
+"""Numbers of a vector that are processed at once, so that they stay in the processor's cache."""
 DIGIT = 30
-"""Bits of a secret in one element."""
+"""Bits of a secret that one element holds."""
 Elements = npt.NDArray[np.int64]
 
 
@@ -83,9 +83,9 @@ def decode(total: Elements, bits: int) -> npt.NDArray[np.float64]:
 
 
 def uniform(key: bytes, size: int) -> Elements:
-    """``[size]`` elements, a function of the key that without it looks like independent uniform ones.
+    """``[size]`` elements from a key; without the key they look like independent uniform elements.
 
-    Each is 31 bits of the keystream; q itself, one pattern in 2^31, is passed over.
+    Each element is 31 bits of the keystream. The value q, one pattern in 2^31, is skipped.
     """
     spare = 16
     while True:
@@ -100,18 +100,19 @@ def uniform(key: bytes, size: int) -> Elements:
 
 
 def fresh(size: int) -> Elements:
-    """``[size]`` independent uniform elements, which nobody can draw again."""
+    """``[size]`` independent uniform elements, which cannot be drawn again."""
     return uniform(secrets.token_bytes(KEY_BYTES), size)
 
 
 def inverse(element: int) -> int:
-    """The element whose product with this one, which is not 0, is 1."""
+    """The multiplicative inverse of an element that is not 0."""
     return pow(int(element), -1, PRIME)
 
 
 def lagrange(at: Sequence[int], points: Sequence[int]) -> Elements:
-    """``[len(at), n]``: row a times the values at n distinct points is the value at ``at[a]`` of the
-    polynomial of degree below n through them.
+    """Lagrange's coefficients ``[len(at), n]``.
+
+    Row a times a polynomial's values at n distinct points is its value at ``at[a]``, for a degree below n.
     """
     rows = np.empty((len(at), len(points)), np.int64)
     for column, own in enumerate(points):
@@ -124,11 +125,11 @@ def lagrange(at: Sequence[int], points: Sequence[int]) -> Elements:
 
 
 def combine(coefficients: Elements, vectors: Elements) -> Elements:
-    """``[a, m]`` times ``[m, P]``.
+    """The product of ``[a, m]`` and ``[m, P]`` in the field.
 
-    In float64, which is exact below 2^53, as it has the fast products of matrices: a vector's numbers are
-    taken apart as ``2^16 h + l``, with h and l below 2^16, so that sums of 64 products with coefficients stay
-    below 2^53. What is put together again is below ``2^31 2^16 + 2^53 + 2^31``.
+    It is computed in float64, which has fast matrix products and is exact below 2^53. Each number of a vector
+    is written as ``2^16 h + l`` with h and l below 2^16, so a sum of 64 products with coefficients is below
+    2^53. The recombined numbers are below ``2^31 2^16 + 2^53 + 2^31``.
     """
     total = np.zeros((len(coefficients), vectors.shape[1]), np.int64)
     factors = coefficients.astype(np.float64)
@@ -146,7 +147,7 @@ def combine(coefficients: Elements, vectors: Elements) -> Elements:
 def share(secret: Elements, degree: int, points: Sequence[int]) -> Elements:
     """Shamir's shares ``[n, P]`` of ``secret`` ``[P]`` at points that are not 0.
 
-    Any ``degree`` of them are independent of the secret and uniform; `degree` + 1 give it.
+    Any ``degree`` shares are uniform and independent of the secret; ``degree`` + 1 shares determine it.
     """
     polynomial = np.vstack([secret[None], fresh(degree * len(secret)).reshape(degree, len(secret))])
     powers = [[pow(point, exponent, PRIME) for exponent in range(degree + 1)] for point in points]
@@ -154,7 +155,7 @@ def share(secret: Elements, degree: int, points: Sequence[int]) -> Elements:
 
 
 def recover(shares: Elements, points: Sequence[int]) -> Elements:
-    """The secret ``[P]`` of shares ``[n, P]``, of which there must be more than their degree."""
+    """The secret ``[P]`` from shares ``[n, P]``, where n must be above their degree."""
     secret: Elements = combine(lagrange([0], points), shares)[0]
     return secret
 
@@ -167,6 +168,6 @@ def digits(key: bytes) -> Elements:
 
 
 def from_digits(elements: Elements) -> bytes | None:
-    """The key of `digits`; None where these are no key's, as of shares that were altered."""
+    """The key that `digits` encoded; None for elements that encode none (after shares were altered)."""
     number = sum(int(element) << DIGIT * place for place, element in enumerate(elements))
     return None if number >= 2 ** (8 * KEY_BYTES) else number.to_bytes(KEY_BYTES, "little")

@@ -1,20 +1,20 @@
-"""Hierarchical FedAvg: groups of users average by themselves for some rounds, then the groups are averaged
+"""Hierarchical FedAvg: each group of users runs some rounds of its own, then the groups are averaged
 (Liu et al. 2020, "Client-Edge-Cloud Hierarchical Federated Learning", arXiv 1905.06641).
 
-Each user belongs to one of G groups, each with a server of its own between its users and the one server. In
-a round t the cohort S is drawn as FedAvg draws it, and divided by groups into S_g. Every group starts from
-the server's model, ``y_g = x``, and makes K inner rounds of FedAvg among its part of the cohort,
+Each user belongs to one of G groups. Each group has an edge server between its users and the central server.
+In round t the cohort S is drawn as in FedAvg, and divided by groups into S_g. Every group starts from the
+server's model, ``y_g = x``, and makes K inner rounds of FedAvg with its part of the cohort,
 
     y_g <- y_g + sum_{i in S_g} w_i u_i / sum_{i in S_g} w_i,
 
-with u_i the update of user i from y_g and w_i its weight, 1 or its images. Then the server has
+with u_i the update of user i from y_g, and w_i its weight: 1 or its number of images. The server computes
 
     d = sum_g W_g (y_g - x) / sum_g W_g,   W_g = sum_{i in S_g} w_i,
 
-and its optimiser steps on d as on FedAvg's mean update: with SGD at rate 1 the model is the weighted mean of
-the groups' models. With K = 1 the algorithm is FedAvg. A group without a user in the cohort has no weight.
+and its optimiser steps on d as on FedAvg's mean update. With SGD at rate 1 the model is the weighted mean of
+the groups' models. With K = 1 the algorithm is FedAvg. A group without a user in the cohort has the weight 0.
 
-A user's batches and crops are drawn again in each inner round; learning rates are those of the round t.
+A user's batches and crops are drawn again in each inner round. Learning rates are those of round t.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class HierarchicalOptions:
     """Groups of users, and how often they average before the server does."""
 
     groups: PositiveInt = 2
-    """How many groups there are, of equal size but for one user; who is in which is drawn from the seed."""
+    """Number of groups. Their sizes differ by at most one; the seed draws which users are in which group."""
     inner_rounds: PositiveInt = 2
-    """Rounds of FedAvg in each group in one round of the server."""
+    """K, the number of FedAvg rounds in each group in one round of the server."""
 
 
 def groups_of(num_users: int, groups: int, seed: int) -> IntArray:
-    """The group of each user, ``[num_users]`` from 0; sizes differ by one at most."""
+    """The group of each user, ``[num_users]`` from 0. Group sizes differ by at most one."""
     order, group = stream(seed, "groups of users").permutation(num_users), np.empty(num_users, np.int64)
     group[order] = np.arange(num_users) % groups
     return group
@@ -54,7 +54,7 @@ def groups_of(num_users: int, groups: int, seed: int) -> IntArray:
 
 @register("hierarchical")
 class Hierarchical(ServerModelAlgorithm):
-    """The state is the model with the server's optimiser."""
+    """FedAvg in groups. The state is the model with the server's optimiser."""
 
     options: ClassVar[type] = HierarchicalOptions
 
@@ -77,7 +77,7 @@ class Hierarchical(ServerModelAlgorithm):
             )
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Inner rounds in each group, and a step of the server's optimiser on the mean over groups."""
+        """Run the inner rounds of each group, and make the server's step on the mean over groups."""
         x, cohort = self.clients.weights(), self.clients.cohort(number)
         parts = [cohort[self.group[cohort] == group] for group in range(self.means.options.groups)]
         parts = [part for part in parts if len(part)]
@@ -97,7 +97,7 @@ class Hierarchical(ServerModelAlgorithm):
         return state, {**line, "groups": len(parts), "learning_rate": rate}
 
     def _inner_rounds(self, x: Weights, users: IntArray, number: int) -> tuple[Weights, list[dict[str, Any]]]:
-        """A group's model after its inner rounds from x, and what is said of each of them."""
+        """A group's model after its inner rounds from x, and the ``metrics.jsonl`` line of each."""
         lines, rounds = [], self.means.options.inner_rounds
         for inner in range(rounds):
             update, line = self.clients.mean_update(x, users, number, draws=number * rounds + inner)
@@ -106,23 +106,23 @@ class Hierarchical(ServerModelAlgorithm):
         return x, lines
 
     def _weight(self, users: IntArray) -> float:
-        """The weight of some users of a cohort together: their number, or that of their images."""
+        """The total weight of some users of a cohort: their number, or the number of their images."""
         if not self.means.by_images:
             return float(len(users))
         with self.means.users.only(users):
             return float(sum(member.num_images for member in self.means.users.members(len(users))))
 
     def bytes(self, state: PyTorchModel) -> Traffic:
-        """Each inner round sends a user of the cohort its group's model and has one back.
+        """In each inner round a user of the cohort receives its group's model and sends an update back.
 
-        Besides, each group and the server send each other one model in a round.
+        Each group and the server also send each other one model in a round.
         """
         size = self.means.options.inner_rounds * trained_bytes(self.means.module)
         return Traffic(size, size)
 
 
 def _together(lines: list[dict[str, Any]], inner_rounds: int) -> dict[str, Any]:
-    """The images of the cohort, each counted once, and their mean loss over all inner rounds."""
+    """One line for a group's inner rounds: images counted once, and the mean loss over all inner rounds."""
     line: dict[str, Any] = {"images": sum(one["images"] for one in lines) // inner_rounds}
     losses = [one for one in lines if "train_loss" in one]
     if losses:

@@ -1,11 +1,11 @@
-"""Which neurons of users' layers are the same ones: plain networks as layers of neurons, and their matching.
+"""Matching of neurons between users' networks, which must be plain sequences of layers.
 
-A neuron of a layer is an output of a linear layer or a channel of a convolution: its incoming weights and its
-bias. Putting the neurons of a layer in another order, and the inputs of the next layer in the same one,
-leaves what the network computes as it is.
+A neuron is an output of a linear layer or an output channel of a convolution, with its incoming weights and
+its bias. If the neurons of a layer and the inputs of the next layer are permuted in the same way, the network
+computes the same function.
 
 Letters: J users, N neurons of a layer, D numbers of a neuron, C inputs of a layer, A numbers that the next
-layer has for one of them.
+layer has for each input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pfl_ext.algorithms.clients import Weights
 from pfl_ext.models.dropout import KeyedDropout
 
 BETWEEN = (nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Identity, KeyedDropout)
-"""What may stand between two layers: it treats all channels, or all units, alike."""
+"""Modules that may stand between two layers, since they treat all channels, or all units, in the same way."""
 Places = npt.NDArray[np.int64]
 
 
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     neurons: int
     """N."""
     per_input: int
-    """A: after a flattened map the pixels of a channel, of a convolution its kernel's taps, else 1."""
+    """A: pixels of a channel after a flattened map, kernel taps for a convolution, else 1."""
     variables: tuple[str, ...]
     """Names of its weights and, where it has one, of its bias."""
 
@@ -43,8 +43,8 @@ def layers_of(network: nn.Module, prefix: str) -> list[Layer]:
     """The layers of a plain network from the first to the last.
 
     Args:
-        network: a sequence of convolutions and linear layers with what is in `BETWEEN` between them.
-        prefix: before the names of its variables.
+        network: a sequence of convolutions and linear layers, with modules of `BETWEEN` between them.
+        prefix: prefix of the names of its variables.
 
     Raises:
         ValueError: one line, for any other network.
@@ -79,7 +79,7 @@ def neurons(weights: Weights, layer: Layer) -> npt.NDArray[np.float64]:
 
 
 def reordered(weights: Weights, layer: Layer, following: Layer, places: Places) -> Weights:
-    """The same network with neuron ``places[i]`` of a layer, and what the next has for it, in place i."""
+    """The same network with the layer's neuron ``places[i]`` and the next layer's input for it at place i."""
     changed = dict(weights)
     for name in layer.variables:
         changed[name] = weights[name][places]
@@ -91,16 +91,16 @@ def reordered(weights: Weights, layer: Layer, following: Layer, places: Places) 
 
 
 def matched(users: Sequence[npt.NDArray[np.float64]], passes: int) -> list[Places]:
-    """For each user, which of its neurons is global neuron i.
+    """For each user, which of its neurons is global neuron i, as places ``[N]``.
 
-    One user after another is matched to the sum S_i of the neurons that others have in place i, so that the
-    sum over i of ``S_i . v_place(i)`` is largest, by the Hungarian method; the first one's order is where
-    this begins. Then each is taken out and matched again, at most ``passes`` times or until nothing changes;
-    the sum of all squared norms of S never falls.
+    The first user's order is the start. Each further user is matched to the sums S_i of the neurons that the
+    users before it have at place i: the Hungarian method maximises the sum over i of ``S_i . v_place(i)``.
+    Then each user is taken out and matched again, at most ``passes`` times or until nothing changes. The sum
+    of squared norms of all S_i never falls.
 
     Args:
-        users: ``[N, D]`` each.
-        passes: times that all are matched again.
+        users: each user's neurons, ``[N, D]``.
+        passes: most times that all users are matched again.
     """
     size = len(users[0])
     found = [np.arange(size)]
@@ -127,6 +127,6 @@ def _assigned(total: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> P
 
 
 def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The weighted mean, formed in float64; ``shares`` add up to 1."""
+    """The weighted mean, computed in float64; ``shares`` add up to 1."""
     total = sum((share * tensor.double() for share, tensor in zip(shares, tensors)), tensors[0].double() * 0)
     return total.to(tensors[0].dtype)

@@ -1,7 +1,7 @@
-"""Algorithms on pfl's loop. Each says in a `Rule` what its users do, and overrides the server's step.
+"""Algorithms on pfl's loop. Each states in a `Rule` what its users do, and may override the server's step.
 
-A cohort's users are trained by pfl's loop, one after another (`OnPfl.train_one_user`), or by the engine
-(`pfl_ext.engine`); both read the same rule.
+A cohort is trained by pfl's loop, one user after another (`OnPfl.train_one_user`), or by the engine
+(`pfl_ext.engine`). Both read the same rule.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from pfl_ext.privacy.local import LocallyPrivateMean
 from pfl_ext.rules import Refusals, Rule, StepCounter
 
 STATE, CHANNEL = "algorithm/", "compression/"
-"""Prefixes of names in a checkpoint: for users' states, and for what users keep of their updates."""
+"""Prefixes of names in a checkpoint: of the users' states, and of their compression errors."""
 
 
 class Steps(NamedTuple):
-    """Users' SGD: learning rate, each variable's factor of it (empty: all 1), and momentum."""
+    """Users' SGD: learning rate, each variable's factor to it (empty: all 1), and momentum."""
 
     rate: float
     factors: tuple[float, ...]
@@ -60,10 +60,10 @@ class Steps(NamedTuple):
 
 
 def local_steps(model: PyTorchModel, context: CentralContext, name: str) -> Steps:
-    """How users step.
+    """The form of users' local steps. ``name`` is the algorithm's, for the error.
 
     Raises:
-        ValueError: for steps that are not those of SGD with momentum; ``name`` is the algorithm's.
+        ValueError: when the local optimiser is not SGD with momentum.
     """
     rate = float(get_param_value(context.model_train_params.local_learning_rate))
     optimizer = model.new_local_optimizer(learning_rate=rate)
@@ -75,14 +75,14 @@ def local_steps(model: PyTorchModel, context: CentralContext, name: str) -> Step
 
 
 def _gradient(model: PyTorchModel, batches: Iterable[Any], num_images: int) -> dict[str, Tensor]:
-    """The gradient of the mean loss over a user's images where the model stands, by variable."""
+    """The gradient, by variable, of the mean loss over a user's images at the model's weights."""
     parameters = model.variable_map
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in batches:
         ready = model._prepare_batch(batch)
         with model.amp_context or contextlib.nullcontext():
             noted, model.pytorch_model.noted = getattr(model.pytorch_model, "noted", None), None
-            loss = model.pytorch_model.loss(*ready)  # of no step
+            loss = model.pytorch_model.loss(*ready)  # not part of any step
             model.pytorch_model.noted = noted
         found = torch.autograd.grad(loss, list(parameters.values()))
         for name, gradient in zip(total, found):
@@ -100,7 +100,7 @@ def _corrected_step(
     correction: Mapping[str, Tensor],
     rule: Rule,
 ) -> None:
-    """One local step, as pfl's loop asks for it."""
+    """Make one local step with the rule's correction; pfl's loop calls this."""
     with arguments.amp_context:
         loss = module.loss(*batch, **train_kwargs)
     loss.backward()
@@ -119,14 +119,14 @@ def _corrected_step(
 
 
 class OnPfl(Choice, FederatedAveraging):
-    """An algorithm on pfl's loop. This one is FedAvg, and each of its methods is there to be overridden.
+    """Base of algorithms on pfl's loop. It is FedAvg itself; subclasses override its methods.
 
-    What its users do must stand in its `rule`, by which the engine trains them: `train_one_user` is final.
+    Everything that users do must be in `rule`, which the engine reads too. So `train_one_user` is final.
     """
 
     tunes_engine: ClassVar[bool] = True
     user_state: UserState | None = None
-    """What a run goes on from besides the model and the server's optimiser."""
+    """State that a run needs to continue, besides the model and the server's optimiser."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -134,16 +134,16 @@ class OnPfl(Choice, FederatedAveraging):
 
     @classmethod
     def start(cls, means: Means) -> PflLoop:
-        """The algorithm in pfl's loop."""
+        """The algorithm for a run, in pfl's loop."""
         return PflLoop(cls, means)
 
     @classmethod
     def build(cls, setup: Setup, **common: Any) -> tuple[FederatedAveraging, NNAlgorithmParams]:
-        """The algorithm and its parameters, from those that all algorithms have."""
+        """The algorithm and its parameters; ``common`` has the parameters of every algorithm."""
         return cls(), NNAlgorithmParams(**common)
 
     def bytes(self, model: PyTorchModel) -> Traffic:
-        """What a round sends to each user, and what each sends."""
+        """The bytes that each user receives and sends in a round."""
         size = trained_bytes(model.pytorch_model)
         return Traffic(size, size)
 
@@ -152,7 +152,7 @@ class OnPfl(Choice, FederatedAveraging):
         return Rule()
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
-        """Make the mean over users of their sum, in place; the server's optimiser steps on it."""
+        """Turn the users' sum into their mean, in place. The server's optimiser steps on it."""
         statistics.average()
 
     def process_aggregated_statistics(
@@ -162,7 +162,7 @@ class OnPfl(Choice, FederatedAveraging):
         model: PyTorchModel,
         statistics: MappedVectorStatistics,
     ) -> tuple[PyTorchModel, Metrics]:
-        """The server's step, after `average`."""
+        """Call `average`, then make the server's step."""
         self.average(statistics, central_context)
         applied: tuple[PyTorchModel, Metrics] = model.apply_model_update(statistics)
         return applied
@@ -174,7 +174,7 @@ class OnPfl(Choice, FederatedAveraging):
         user_dataset: Any,
         central_context: CentralContext,
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """What pfl's loop asks of each user: local steps by the rule, then what the rule sends."""
+        """Train one user for pfl's loop: local steps by the rule, then the statistics that the rule sends."""
         rule, local = self.rule(model, central_context), central_context.model_train_params
         counted, finish, gradient = StepCounter(user_dataset), None, None
         if rule.correction is not None:
@@ -205,16 +205,16 @@ class _Watch(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """pfl's hook, after the server's step."""
+        """Keep the metrics; pfl calls this after the server's step."""
         self.metrics = aggregate_metrics
         return False, Metrics()
 
 
 class PflLoop(Algorithm[PyTorchModel]):
-    """pfl's ``FederatedAlgorithm.run`` through `CentrallyEvaluatedBackend`, a round at a time.
+    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CentrallyEvaluatedBackend`.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
-    What the algorithm refuses, the backend refuses in every round.
+    The backend checks the algorithm's refusals in every round.
     """
 
     refusals: ClassVar[Refusals] = {}
@@ -242,7 +242,7 @@ class PflLoop(Algorithm[PyTorchModel]):
 
     @property
     def engine(self) -> CohortEngine | None:
-        """What trains users; None: pfl's own loop, perhaps since the engine does not know their optimiser."""
+        """The engine that trains users; None: pfl's own loop does (perhaps for want of their optimiser)."""
         return self._backend.engine
 
     def init(self, seed: int) -> PyTorchModel:
@@ -250,15 +250,15 @@ class PflLoop(Algorithm[PyTorchModel]):
         return self.means.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """A round of pfl's loop, at the learning rates of that round."""
+        """Run one round of pfl's loop, with that round's learning rates."""
         for group in state._central_optimizer.param_groups:
             group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         users = self.means.users
         users.set_round(number)
         mechanism = next((p for p in self.means.postprocessors if isinstance(p, NoisyMean)), None)
-        if users.turnouts is not None and not isinstance(mechanism, PrivateMean):  # whose noise is a step
+        if users.turnouts is not None and not isinstance(mechanism, PrivateMean):  # noise makes a step
             members = users.members(self.means.cohort_size)
-            if not any(member.num_images for member in members):  # nothing to step on, nor to weigh by
+            if not any(member.num_images for member in members):  # no update, no weights
                 rate = self.means.server_rate(number)
                 nothing = {"users": len(members), "images": 0, "learning_rate": rate, "max_local_steps": 0}
                 line = nothing | users.turnouts.line(number)
@@ -284,7 +284,7 @@ class PflLoop(Algorithm[PyTorchModel]):
         line = self._line(watch.metrics)
         if users.turnouts is not None:
             turnout = users.turnouts.line(number)
-            line |= turnout | {"users": turnout["reported"]}  # pfl counts nobody as a user
+            line |= turnout | {"users": turnout["reported"]}  # pfl counts the placeholder user too
         return state, line
 
     def _line(self, metrics: Metrics) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class PflLoop(Algorithm[PyTorchModel]):
         for mechanism in self.means.postprocessors:
             if isinstance(mechanism, NoisyMean):
                 line["privacy"] = mechanism.line(metrics)
-                line["users"] = int(line["privacy"]["users"])  # pfl counts the nobody of an empty cohort
+                line["users"] = int(line["privacy"]["users"])  # pfl counts the placeholder of an empty cohort
         return line
 
     def model(self, state: PyTorchModel) -> PyTorchModel:
@@ -323,24 +323,24 @@ class PflLoop(Algorithm[PyTorchModel]):
         return next((stage for stage in self._stages if isinstance(stage, Channel)), None)
 
     def _kept(self) -> dict[str, UserState]:
-        """What a run goes on from besides, by what its names in a checkpoint begin with."""
+        """Further state, by the prefix of its names in a checkpoint."""
         parts = {STATE: self._algorithm.user_state, CHANNEL: self._channel}
         return {prefix: part for prefix, part in parts.items() if part is not None}
 
     def saved(self) -> None:
-        """The users' states of the checkpoint are not overwritten from here on."""
+        """From here on, the users' states in that checkpoint are not overwritten."""
         for part in self._kept().values():
             part.saved()
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Put all of it back."""
+        """Restore the model, the server's optimiser and the users' states."""
         checkpoint.restore_model(state, tensors)
         for prefix, part in self._kept().items():
             part.load(checkpoint.part(tensors, prefix))
         return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
-        """What the algorithm says, with the compressed size of the update."""
+        """The algorithm's traffic, with the compressed size of the update."""
         traffic: Traffic = self._algorithm.bytes(state)
         if self._channel is None:
             return traffic

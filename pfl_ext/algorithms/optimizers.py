@@ -1,7 +1,7 @@
-"""The optimisers of the server that torch lacks, and what the server does with an update.
+"""The server's optimisers that torch lacks, and the config section of the server's step.
 
-A new optimiser of the server is one file in this folder, with a class under ``@server_optimizer("name")``.
-Options of its own are set as ``server.options.FIELD``, as those of a new algorithm.
+A new server optimiser is one file in this folder, with a class under ``@server_optimizer("name")``. Its own
+options are set as ``server.options.FIELD``, like the options of a new algorithm.
 
 pfl's central optimiser steps on ``grad = -mean update`` of the round. So a gradient here is minus the
 pseudo-gradient of Reddi et al. 2021 (Adaptive Federated Optimization, arXiv 2003.00295), and steps descend.
@@ -50,8 +50,8 @@ def server_optimizer(name: str, *reads: str, options: type = NoOptions) -> Calla
     """Decorator of an `OptimizerBuilder`: ``server.optimizer`` chooses it by this name.
 
     Args:
-        name: in the config.
-        reads: see `ServerOptimizer`. Where it is chosen, the keys that only others read are refused.
+        name: its name in the config.
+        reads: see `ServerOptimizer`. Keys that only other optimisers read are refused with this one.
         options: see `ServerOptimizer`.
     """
 
@@ -63,13 +63,13 @@ def server_optimizer(name: str, *reads: str, options: type = NoOptions) -> Calla
 
 
 def _known(name: str) -> str:
-    SERVER_OPTIMIZERS[name]  # refuses a name that there is not
+    SERVER_OPTIMIZERS[name]  # raises the error of an unknown name
     return name
 
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """An optimiser whose learning rate is the same for all layers but the head."""
+    """An optimiser, whose learning rate may differ between the head and the other layers."""
 
     optimizer: Annotated[str, AfterValidator(_known)] = "sgd"
     """Name of the kind of step: sgd, adam, yogi, adagrad, or any other of pfl_ext/algorithms."""
@@ -84,12 +84,12 @@ class OptimizerConfig:
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment, in the unit of a gradient (all but sgd)."""
     momentum: Fraction = 0.0
-    """Share of the last step's direction that a step keeps (sgd)."""
+    """Share of the last step's direction that a step keeps (only sgd)."""
 
     def build(self, params: ParamsT, options: Any = None) -> torch.optim.Optimizer:
-        """The optimiser of this name; ``options``: its own, None for their defaults.
+        """The optimiser `optimizer` of ``params``. ``options`` are its own options; None: their defaults.
 
-        `head_rate_factor` is in the groups of ``params`` (`ImageClassifier.rate_groups`).
+        The groups of ``params`` already contain `head_rate_factor` (`ImageClassifier.rate_groups`).
         """
         chosen = SERVER_OPTIMIZERS[self.optimizer]
         return chosen.build(params, self, chosen.options() if options is None else options)
@@ -97,7 +97,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class AdamOptions:
-    """The option that adam alone has."""
+    """The option that only adam has."""
 
     adam_form: Literal["keras", "torch"] = "torch"
     """Where adam adds epsilon: to the moment as it is (keras), or to the corrected one (torch)."""
@@ -105,7 +105,7 @@ class AdamOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class ServerConfig(AdamOptions, ScheduleConfig, OptimizerConfig):
-    """What the server does with the mean update of a round."""
+    """The server's step on the mean update of a round."""
 
     warmup_rounds: NonNegativeInt = 0
     """Rounds until warmup_linear reaches `learning_rate`."""

@@ -1,4 +1,4 @@
-"""Users' own held-out images: who is scored on which, and how a model of each user's own does on them.
+"""Users' held-out images: which images score which user, and the scores of users' models on them.
 
 Letters: U users, M images that are scored.
 """
@@ -25,24 +25,24 @@ from pfl_ext.workers.distributed import current
 
 FloatArray = npt.NDArray[np.float64]
 BATCH = 256
-"""Images that go through a network at a time."""
+"""Most images in one forward pass."""
 
 
 @dataclass(frozen=True)
 class OwnImages:
-    """A run's users, with what each trains on and what each is scored on."""
+    """A run's users, with the images that each trains on and those on which it is scored."""
 
     users: FederatedImageDataset
     """The users with only the images that they train on."""
     held_out: Sequence[IntArray]
-    """For each user, the rows of the store that it is scored on; empty where it has one image."""
+    """For each user, the rows of the store on which it is scored; empty for a user with one image."""
 
     @classmethod
     def of(cls, users: FederatedImageDataset, share: float, seed: int) -> OwnImages:
-        """Set this share of each user's images aside, rounded, at least one and not all.
+        """Set a share of each user's images aside, rounded to whole images, at least one and not all.
 
-        Which they are is a function of (seed, user) alone, so that every algorithm is scored on the same
-        images. A user with one image trains on it and is not scored. ``share`` 0 sets nothing aside.
+        The choice is a function of (seed, user) alone, so every algorithm is scored on the same images. A
+        user with one image trains on it and is not scored. ``share`` 0 sets nothing aside.
         """
         whole, train, held_out = users.partition, list[IntArray](), list[IntArray]()
         for user, name in enumerate(whole.user_ids):
@@ -65,7 +65,7 @@ class OwnImages:
 
 @dataclass
 class _Scored:
-    """What a worker keeps of the images that it has scored with models of one kind."""
+    """One worker's results for the images that it has scored with models of one kind."""
 
     rows: list[IntArray] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -75,12 +75,12 @@ class _Scored:
 
 
 class Scores:
-    """The scores of some users' models on the users' own images; each may have models of several kinds.
+    """Scores of users' models on their own images. A user may have models of several kinds.
 
     Args:
-        store: where the images are.
-        held_out: of each user that is scored, at least one, the rows of its images, at least one.
-        module: the network; where it stands is what is scored.
+        store: has the images.
+        held_out: the rows of each scored user's images. There is at least one user, each with one image.
+        module: the network, which is scored with the weights that it has when `add` is called.
     """
 
     def __init__(self, store: ImageStore, held_out: Sequence[IntArray], module: ImageClassifier) -> None:
@@ -110,10 +110,10 @@ class Scores:
         return {"loss": float(losses.mean()), **columns}
 
     def add(self, kind: str, places: Sequence[int]) -> None:
-        """Score the network as the model of this kind of the users at these places; on one worker alone."""
+        """Score the network's present weights as these users' model of this kind, on this worker alone."""
         held_out = [self._held_out[place] for place in places]
         first = 0
-        while first < len(places):  # as many users as images go through a network at a time
+        while first < len(places):  # users share a forward pass of at most BATCH images
             stop, count = first + 1, len(held_out[first])
             while stop < len(places) and count + len(held_out[stop]) <= BATCH:
                 count += len(held_out[stop])
@@ -136,11 +136,11 @@ class Scores:
             first += len(rows)
 
     def summary(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """What all workers have added, for ``results.json``: all of them call this.
+        """The scores that all workers have added, for ``results.json``. All workers call this.
 
-        ``images`` are M, ``least images`` those of the user with the fewest. For each kind ``pooled`` has
-        the task's columns over all images together, and ``users`` each column's `spread` over users, who
-        count alike.
+        ``images`` is M, and ``least images`` the number for the user with the fewest. For each kind
+        ``pooled`` has the task's columns over all images together, and ``users`` has each column's `spread`
+        over users, each of whom counts once.
         """
         sizes = {"users": len(self._sizes), "images": int(self._sizes.sum())}
         return {

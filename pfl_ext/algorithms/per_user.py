@@ -1,4 +1,4 @@
-"""How a model does on each user by itself, and after it was fine-tuned on part of that user's images.
+"""Scores of a model on each user alone, before and after fine-tuning on part of that user's images.
 
 Shape letters: U users, N images, K classes, M images that are scored.
 """
@@ -36,13 +36,13 @@ BEFORE, AFTER = StringMetricName("before"), StringMetricName("after")
 def per_user_scores(
     task: Task, predictions: npt.NDArray[Any], annotations: Any, offsets: IntArray
 ) -> dict[str, FloatArray]:
-    """The columns that a task has for one user, each ``[U]``.
+    """A task's scores of each user (`Task.user_columns`), as columns of shape ``[U]``.
 
     Args:
-        task: whose predictions these are.
-        predictions: ``[N, ...]`` as `Task.scored` makes them, a user's rows contiguous.
+        task: the task of the predictions.
+        predictions: ``[N, ...]`` from `Task.scored`, with each user's rows together.
         annotations: ``[N, ...]`` as a store holds them.
-        offsets: ``[U + 1]``: user u has the rows ``offsets[u]:offsets[u + 1]``, at least one.
+        offsets: ``[U + 1]``. User u has the rows ``offsets[u]:offsets[u + 1]``, at least one.
     """
     users = [
         task.user_columns(torch.from_numpy(predictions[start:stop]), annotations[start:stop])
@@ -52,7 +52,7 @@ def per_user_scores(
 
 
 def quantiles(values: FloatArray) -> dict[str, float]:
-    """Number, mean and `QUANTILES` (interpolated) of the values that are numbers; only ``n`` if none."""
+    """Number, mean and `QUANTILES` (interpolated) of the values that are not NaN; only ``n`` if all are."""
     known = values[~np.isnan(values)]
     if not len(known):
         return {"n": 0}
@@ -61,27 +61,26 @@ def quantiles(values: FloatArray) -> dict[str, float]:
 
 
 def spread(values: FloatArray, sizes: IntArray | None = None, shares: bool = False) -> dict[str, float]:
-    """How a column differs over users, each of whom counts once, whatever its size.
+    """How a column varies over users. Each user counts once, however many images it has.
 
-    Scores of few images differ by chance alone. A user who is right with probability p on n images has a
-    share a of right ones with the variance p (1 - p) / n, of which a (1 - a) / (n - 1) is an estimate without
-    bias. ``variance without noise`` is the variance of the U users' p, estimated without bias as
+    Scores on few images vary by chance. If a user's images are right with probability p, the share a of n
+    images that are right has the variance p (1 - p) / n. An unbiased estimate of it is a (1 - a) / (n - 1).
+    ``variance without noise`` is an unbiased estimate of the variance of p over the U users,
 
         Var(a) - (1 - 1 / U) mean(a (1 - a) / (n - 1)),   Var(a) = mean (a - mean a)^2,
 
-    over the users with two images or more. It may come out below 0, and then says that nothing but chance is
-    seen.
+    over users with at least two images. A result below 0 means that no more than chance is seen.
 
     Args:
-        values: ``[U]``, NaN for a user of whom the column says nothing, and who is left out.
-        sizes: ``[U]``, on how many images each value rests; None: not known.
+        values: ``[U]``; NaN for a user without a score, who is left out.
+        sizes: ``[U]``, the number of images behind each value; None: not known.
         shares: whether each value is the share, in percent, of the user's images that were right.
 
     Returns:
-        ``n``, how many users are counted; without any, nothing else. ``mean``, ``std`` (of these users, not
-        of a population), and ``lowest decile`` and ``highest decile``: the mean over the tenth of the users,
-        rounded up, with the lowest values and the highest. With sizes, ``least images``: of the user with the
-        fewest. With shares, ``variance without noise`` in squared percent, if two users have two images.
+        ``n``, the number of users that count; nothing else if it is 0. ``mean`` and ``std`` (of these users,
+        not of a population). ``lowest decile`` and ``highest decile``: the means over the tenth of the users,
+        rounded up, with the lowest and the highest values. With sizes, ``least images``, the smallest of
+        them. With shares, ``variance without noise`` in squared percent, if two users have two images each.
     """
     counted = ~np.isnan(values)
     known = np.sort(values[counted])
@@ -110,18 +109,18 @@ def spreads_by_group(
     columns: Mapping[str, FloatArray],
     shares: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`spread` of users who have training images, ``seen``, and of others, ``new``, for ``results.json``.
+    """`spread` over users with training images (``seen``) and over others (``new``), for ``results.json``.
 
     Args:
         users: ids, ``[U]``.
         trained: ids of the users with training images.
-        sizes: ``[U]``, images on which each is scored.
-        columns: each ``[U]``, of one model.
-        shares: the columns that are shares of images.
+        sizes: ``[U]``, the number of images on which each user is scored.
+        columns: the model's scores by column, each ``[U]``.
+        shares: names of the columns that are shares of images.
 
     Returns:
-        By group ``users``, ``images``, ``least images``, and as ``server`` the model's ``users`` by column,
-        in the form that scores on users' own images have. A group without users is left out.
+        For each group ``users``, ``images``, ``least images``, and the `spread` of each column under
+        ``server``, ``users``: the form of `own_images.Scores.summary`. A group without users is left out.
     """
     seen, found = np.array([user in trained for user in users], bool), dict[str, Any]()
     for group, members in (("seen", seen), ("new", ~seen)):
@@ -140,10 +139,10 @@ def spreads_by_group(
 
 
 def user_split(user_id: str, num_images: int, share: float, seed: int) -> tuple[IntArray, IntArray]:
-    """Positions of a user's images to fine-tune on, and those to score; ascending, disjoint, neither empty.
+    """Positions of a user's images to fine-tune on, and of those to score: ascending, disjoint, not empty.
 
-    A function of (seed, user) alone, so every model and every run is scored on the same images.
-    ``share``: the part to fine-tune on, rounded to the nearest image. Needs at least two images.
+    The split is a function of (seed, user) alone, so every model and every run is scored on the same images.
+    ``share`` is the part to fine-tune on, rounded to the nearest image. The user needs at least two images.
     """
     assert num_images >= 2
     count = min(max(round(num_images * share), 1), num_images - 1)
@@ -153,7 +152,7 @@ def user_split(user_id: str, num_images: int, share: float, seed: int) -> tuple[
 
 @dataclass(frozen=True)
 class Personalisation:
-    """How a model is fine-tuned on a user: SGD over so many epochs; gradients clipped for each variable."""
+    """How a model is fine-tuned on a user: by SGD, with the gradient of each variable clipped by itself."""
 
     sampling: LocalSampling
     learning_rate: float
@@ -165,7 +164,7 @@ class Personalisation:
 
 @dataclass(frozen=True)
 class PersonalScores:
-    """The task's statistics of the held-out images before and after each user's fine-tuning, over M rows."""
+    """The task's statistics of M held-out images, before and after each user's fine-tuning."""
 
     users: Sequence[str]  # [U]
     offsets: IntArray  # [U + 1] into M
@@ -175,10 +174,10 @@ class PersonalScores:
 
 
 def users_with(store: ImageStore, min_images: int) -> IntArray:
-    """The numbers of the users who have at least so many images, and at least two.
+    """The numbers of the users who have at least ``min_images`` images, and at least two.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: when there is no such user.
     """
     sizes = np.diff(store.user_offsets)
     chosen = np.flatnonzero(sizes >= max(min_images, 2)).astype(np.int64)
@@ -191,11 +190,11 @@ def users_with(store: ImageStore, min_images: int) -> IntArray:
 
 
 def personalise(module: ImageClassifier, store: ImageStore, tuning: Personalisation) -> PersonalScores:
-    """Fine-tune a copy of the model for every user of a split with enough images, and score both.
+    """Fine-tune a copy of the model for every user of a split with enough images; score model and copy.
 
-    Each worker takes its share of the users, dealt by their images, and has the scores of all at the end. The
-    module is left as it was. Randomness is a function of (``split_seed``, user), so that the number of
-    workers changes nothing.
+    The users are divided among the workers by their images, and every worker has all scores at the end. The
+    module is not changed. Randomness is a function of (``split_seed``, user), so that the number of workers
+    changes nothing.
 
     Raises:
         ValueError: when no user has ``min_images`` images.
@@ -278,10 +277,10 @@ def _statistics(
 def shot_table(
     ap: Mapping[str, float], positives: Mapping[str, int], train_counts: IntArray, few_below: int
 ) -> dict[str, dict[str, float | int | None]]:
-    """C-AP of the classes by training images: zero, few (fewer than ``few_below``) and many.
+    """C-AP of the classes with zero, few (fewer than ``few_below``) and many training images.
 
-    It is in the unit of ``ap``, over the classes with a positive in the evaluated split (others have no AP);
-    None where there are none. ``ap``, ``positives`` and ``train_counts`` ``[K]`` are in one order.
+    A class without a positive in the evaluated split has no AP and is left out; C-AP is None where no class
+    is left. It has the unit of ``ap``. ``ap``, ``positives`` and ``train_counts`` ``[K]`` have one order.
     """
     values, present = np.fromiter(ap.values(), float), np.fromiter(positives.values(), int) > 0
     zero, few = train_counts == 0, train_counts < few_below

@@ -1,4 +1,4 @@
-"""The variables that stay with each user: which they are, and every user's own in one file.
+"""The variables that stay with each user: how they are chosen, and one file with every user's values.
 
 Letters: U users of a run, n users of a cohort, P numbers that a user keeps.
 """
@@ -17,9 +17,9 @@ from pfl_ext.models.trained import new_part, of_norms
 from pfl_ext.workers.distributed import is_main, tensors_from_main
 
 FILE = "personal.f32"
-"""The users' own variables, beside a run's checkpoints."""
+"""Name of the file with the users' values, beside a run's checkpoints."""
 BACKBONE = "backbone."
-"""What a classifier's variables begin with."""
+"""Prefix of the names of a classifier's variables."""
 
 
 def trained_names(module: nn.Module) -> list[str]:
@@ -32,12 +32,12 @@ def personal_names(module: nn.Module, personal: str | None) -> list[str]:
 
     Args:
         module: an `ImageClassifier`.
-        personal: ``head``, the last layer, with a bottleneck or a decoder before it; ``norms``, scale and
-            shift of every norm, by the type of the layer; ``all``; or beginnings of names, separated by
-            commas, with or without ``backbone.``; None: no variable.
+        personal: ``head`` is the last layer and a bottleneck or decoder before it. ``norms`` is scale and
+            shift of every norm, found by the type of the layer. ``all`` is every variable. Other text is a
+            list of prefixes of names, separated by commas, with or without ``backbone.``. None: no variable.
 
     Raises:
-        ValueError: when it names nothing that is trained; one line.
+        ValueError: one line, when no trained variable is selected.
     """
     names = trained_names(module)
     if personal is None:
@@ -71,11 +71,11 @@ def personal_names(module: nn.Module, personal: str | None) -> list[str]:
 
 
 class Layout:
-    """Some variables as one vector ``[P]``.
+    """Maps some of a network's variables to one vector ``[P]`` and back.
 
     Args:
-        module: that has them.
-        names: of the variables, in the order of the vector.
+        module: the network.
+        names: the variables, in their order in the vector.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def length(self) -> int:
-        """Length P of the vector."""
+        """P, the length of the vector."""
         return sum(self._sizes)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
@@ -95,22 +95,22 @@ class Layout:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The vector of tensors by variable; others among them are left out."""
+        """The vector ``[P]`` of these tensors; tensors of other variables are left out."""
         parts = [tensors[name].reshape(-1) for name in self.shapes]
         return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
 
 
 class UserParts:
-    """What users keep from one round to the next, as vectors ``[P]``; `UserVectors` says how it lies on disk.
+    """The users' vectors ``[P]``, kept from one round to the next in the file of `UserVectors`.
 
-    Worker 0 has the file. The others get the vectors of the users whom a round needs, and every worker hands
-    in those that it has changed, so that a run can go on with another number of workers. A user who never
-    took part has no place in the file.
+    Only worker 0 has the file. It sends the vectors that a round needs to all workers and gets the changed
+    ones back, so a run can continue with another number of workers. A user who never took part has no row in
+    the file.
 
     Args:
         num_users: U.
-        layout: of the vectors.
-        path: of the file; None: a temporary one.
+        layout: the layout of a vector.
+        path: the file; None: a temporary file.
     """
 
     def __init__(self, num_users: int, layout: Layout, path: Path | None) -> None:
@@ -119,7 +119,7 @@ class UserParts:
         self._rows = UserVectors(num_users, layout.length, path) if on_disk else None
 
     def read(self, users: IntArray, first: Tensor) -> Tensor:
-        """The users' vectors ``[n, P]``, on every worker; ``first`` ``[P]`` for those without any.
+        """The users' vectors ``[n, P]``, on every worker; ``first`` ``[P]`` for a user without one.
 
         All workers call this with the same users.
         """
@@ -135,7 +135,7 @@ class UserParts:
         return sent["vectors"].to(first.device)
 
     def write(self, users: IntArray, vectors: Tensor) -> None:
-        """These users' vectors ``[n, P]`` are theirs from here on; worker 0's are kept."""
+        """Store these users' new vectors ``[n, P]``. Only worker 0 writes; the others' are ignored."""
         if self._rows is None:
             return
         for user, vector in zip(users.tolist(), vectors.cpu().numpy()):
@@ -143,15 +143,15 @@ class UserParts:
         self._rows.end_round()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, on worker 0; the vectors stay in their file."""
+        """The tensors for a checkpoint, on worker 0; the vectors themselves stay in their file."""
         return {} if self._rows is None else self._rows.tensors()
 
     def saved(self) -> None:
-        """The checkpoint with the last `tensors` has taken its name."""
+        """Is called once the checkpoint with the last `tensors` has its final name."""
         if self._rows is not None:
             self._rows.saved()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's `tensors`; ValueError as `UserVectors.load`."""
+        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
         if self._rows is not None:
             self._rows.load(tensors)

@@ -1,5 +1,6 @@
-"""Local steps on some of a network's variables, and towards some weights: what users do who keep a part, or a
-model, of their own. The fast engine does not know these steps.
+"""Local SGD on some of a network's variables, with a pull towards given weights where that is asked for.
+
+Users who keep variables or a model of their own train so, in pfl's loop. The engine cannot make these steps.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ class Pull:
 
     weight: float
     towards: Mapping[str, Tensor]
-    """The point that v is pulled to, by variable."""
+    """The weights that v is pulled to, by variable."""
 
 
 class Descent:
-    """Steps of the run's local optimiser (momentum from 0, decay, clipping) on some variables.
+    """Steps of the run's local optimiser on some variables, with momentum from 0, weight decay and clipping.
 
-    Gradients of the others are not even computed, and a norm of all gradients together is of these alone. The
-    pull is part of the gradient, before clipping.
+    Gradients of other variables are not computed, so clipping by one norm takes the norm of these variables.
+    The pull is added to the gradient before clipping.
 
     Args:
-        model: the run's, in which the variables change.
-        local: the users' training.
-        names: of the variables.
-        rate: learning rate.
-        pull: of the loss; None: none.
+        model: the run's model, whose variables change.
+        local: the users' local training.
+        names: the variables that are trained.
+        rate: the learning rate.
+        pull: a term that is added to the loss, or None.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Descent:
             group["params"] = [p for p in group["params"] if id(p) in chosen]
 
     def step(self, batch: Batch) -> None:
-        """One step on a batch."""
+        """Make one step on a batch."""
         ready = self._model._prepare_batch(batch)
         with self._model.amp_context or contextlib.nullcontext():
             loss = self._model.pytorch_model.loss(*ready)
@@ -84,14 +85,14 @@ class Phase:
     names: Collection[str]
     """Names of the variables that change."""
     num_epochs: int | None = None
-    """Epochs, in batches of their own; None: the run's ``local.num_epochs``, in those of FedAvg's user."""
+    """Number of epochs, with batches drawn for them; None: ``local.num_epochs``, with FedAvg's batches."""
     rate: float | None = None
     """Learning rate; None: the run's in this round."""
     pull: Pull | None = None
 
 
 class InPhases:
-    """Trains one user, in one phase after another; without a variable a phase is left out."""
+    """Trains one user, one phase after another. A phase without variables is left out."""
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
 
@@ -101,7 +102,7 @@ class InPhases:
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """What all phases together change, by variable."""
+        """The user's update over all phases together, by variable."""
         start, local = model.get_parameters(), central_context.model_train_params
         for number, phase in enumerate(self.phases):
             if not phase.names or not len(user_dataset):

@@ -1,20 +1,20 @@
-"""Training in which users keep something of their own: its state on disk, its rounds, and how it is scored.
+"""Training in which every user keeps a state of its own: its rounds, its state on disk, and its scores.
 
-In a round the server sends its model x to the cohort. A user i has a vector v_i of its own, that of its last
-round or the first one, trains (`Personalised.train_user`), keeps a new v_i, and sends an update of the
-variables that are shared; the server's optimiser steps on their mean, weighted as FedAvg's. So
-nothing of v_i is sent. `pfl_ext.algorithms.personal_parts` says where the v_i lie.
+In a round the server sends its model x to the cohort. Each user i has a vector v_i, from its last round or,
+in its first round, from the run's first weights. It trains (`Personalised.train_user`), keeps the new v_i,
+and sends an update of the shared variables. The server's optimiser steps on the mean of these updates, with
+FedAvg's weights. v_i is never sent. `pfl_ext.algorithms.personal_parts` stores the v_i.
 
-Each user's model is scored on images of its own that it does not train on (`federated.options.held_out`),
-at the end (``clients`` in ``results.json``) and now and then (`score_every`, ``clients`` in
-``metrics.jsonl``): of users who have trained (``seen``) and of those who have not (``new``). ``personal`` is
-the user's own model, and ``server`` the server's, which is all that a new user has: there variables that
-stay with users are as they were before training.
+Each user is scored on images of its own that it does not train on (`federated.options.held_out`): at the end
+(``clients`` in ``results.json``) and every `score_every` rounds (``clients`` in ``metrics.jsonl``). Users who
+have trained (``seen``) are reported apart from those who have not (``new``). ``personal`` is the user's own
+model and ``server`` the server's. A new user has only the server's model, in which the variables that stay
+with users have their values from before training.
 
-What the run scores on val and test besides, and keeps as ``model.safetensors``, is the server's model.
+The server's model is what the run scores on val and test, and what it saves as ``model.safetensors``.
 
-Not for private training: what a user keeps outlives the round, and so would what it tells of the user, and
-how often each user was noised would have to be counted for its own model as well.
+Private training is refused: a user's state outlives the round, so it would disclose more in each round, and
+the accountant would have to count each user's rounds for its own model as well.
 
 Letters: U users, n users of a cohort, P numbers of a v_i.
 """
@@ -43,28 +43,28 @@ from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import current, is_main
 
 SEEN, USERS, CHANNEL = "seen", "users/", "compression/"
-"""Names in a checkpoint: which users have trained; before what `UserParts` and a `Channel` have there."""
+"""Names in a checkpoint: the users who have trained; the prefixes of `UserParts` and of a `Channel`."""
 SHOWN = ("mean", "std", "lowest decile", "highest decile")
 BLOCK_BYTES = 2**28
-"""Most bytes of users' vectors that are in memory at a time when all are scored."""
+"""Most bytes of users' vectors in memory at a time, while all users are scored."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class KeptOptions:
-    """What every algorithm has whose users keep something."""
+    """Options of every algorithm whose users keep a state."""
 
     held_out: Fraction = 0.25
-    """Share of each user's images that it is scored on and does not train on; 0: no user is scored."""
+    """Share of each user's images that is kept from its training, to score it; 0: no user is scored."""
     split_seed: NonNegativeInt = 0
-    """Which images these are, for all algorithms and seeds alike."""
+    """Seed that chooses these images, independent of the run's seed and of the algorithm."""
     score_every: NonNegativeInt = 0
-    """Rounds between two scores of all users' own models, in metrics.jsonl; 0: at the end alone."""
+    """Rounds between two scores of all users' own models, in metrics.jsonl; 0: only at the end."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for what users keep; rows that the last two checkpoints name are kept besides."""
+    """Most disk, in GB, for the users' states, without old rows that the last two checkpoints still need."""
 
 
 class Personalised(Algorithm[PyTorchModel]):
-    """Such an algorithm; its state is the server's model, and beside it a file of what users keep."""
+    """Base of algorithms whose users keep a state. Its own state is the server's model and a file of v_i."""
 
     options: ClassVar[type] = KeptOptions
     refusals: ClassVar[Refusals] = {
@@ -90,40 +90,40 @@ class Personalised(Algorithm[PyTorchModel]):
     @classmethod
     @abstractmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The variables of which a user's v_i has values; ValueError where there are none."""
+        """Names of the variables that v_i holds. Raises ValueError when there are none."""
 
     @classmethod
     @abstractmethod
     def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The variables whose updates are sent."""
+        """Names of the variables whose updates are sent."""
 
     @abstractmethod
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
-        """One user's round.
+        """Train one user in a round.
 
         Args:
             x: the server's model.
             kept: v_i, ``[P]``.
-            user: its number.
-            number: of the round.
+            user: the user's number.
+            number: the round.
 
         Returns:
-            Its update of the shared variables (others may be in it), its new v_i, and what
-            `Clients.train_alone` says of it, ``[3]``.
+            The update, which has the shared variables and may have others; the new v_i ``[P]``; and the
+            counts ``[3]`` of `Clients.train_alone`.
         """
 
     @property
     def tunes(self) -> bool:
-        """Whether a user that never trained is scored with another model than the server's too."""
+        """Whether a user that never trained still has a model of its own, to be scored."""
         return False
 
     def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:
-        """The model that is scored as the user's own; here x with the user's values."""
+        """The user's own model, to be scored. Here it is x with the user's values in place."""
         return {**x, **self.layout.named(kept)}
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a network without such variables, and a state of all users that is too large.
+        """Refuse a network without variables to keep, and states that need more disk than is allowed.
 
         Raises:
             ValueError: one line with the reason.
@@ -138,12 +138,12 @@ class Personalised(Algorithm[PyTorchModel]):
             )
 
     def init(self, seed: int) -> PyTorchModel:
-        """The run's model, whose weights were drawn from the run's seed; nobody has trained."""
+        """The run's model, whose weights were drawn from the run's seed; no user has trained."""
         self.first = self.layout.flat(self.clients.weights())
         return self.means.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """The cohort trains; the server's optimiser steps on the mean of what is shared."""
+        """Train the cohort, and make a step of the server's optimiser on the mean of the shared updates."""
         x, users = self.clients.weights(), self.clients.cohort(number)
         kept, seen = self.parts.read(users, self.first), self.clients.unseen(users)
         after = torch.zeros_like(kept)
@@ -176,9 +176,9 @@ class Personalised(Algorithm[PyTorchModel]):
         return state, line
 
     def scores(self, number: int) -> dict[str, Any]:
-        """Users' scores after so many rounds, by whether they have trained; empty if none is scored.
+        """Users' scores after ``number`` rounds, by group (``seen``, ``new``); empty if none is scored.
 
-        All workers call this. The run's model is the server's afterwards, as it was before.
+        All workers call this. The run's model has the server's weights, before the call and after it.
         """
         x, scored, found = self.clients.weights(), self.images.scored, {}
         groups = {"seen": scored[self.seen[scored].numpy()], "new": scored[~self.seen[scored].numpy()]}
@@ -190,7 +190,7 @@ class Personalised(Algorithm[PyTorchModel]):
         return found
 
     def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> dict[str, Any]:
-        """``own``: whether users have another model than the server's, which is the run's here."""
+        """Scores of one group. ``own``: whether to score users' own models too, besides the server's."""
         held_out = [self.images.held_out[user] for user in users.tolist()]
         scores = Scores(self.images.users.store, held_out, self.means.model.pytorch_model)
         with self.clients.dealt(users, number) as mine:
@@ -217,7 +217,7 @@ class Personalised(Algorithm[PyTorchModel]):
         return {"clients": clients}
 
     def model(self, state: PyTorchModel) -> PyTorchModel:
-        """The server's."""
+        """The server's model."""
         return state
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
@@ -228,13 +228,13 @@ class Personalised(Algorithm[PyTorchModel]):
         return {**checkpoint.model_tensors(state), **users, **sent, SEEN: self.seen}
 
     def saved(self) -> None:
-        """What users keep at that checkpoint is not overwritten from here on."""
+        """From here on, the users' states in that checkpoint are not overwritten."""
         self.parts.saved()
         if self.channel is not None:
             self.channel.saved()
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Put all of it back."""
+        """Restore the model, the server's optimiser and the users' states."""
         checkpoint.restore_model(state, tensors)
         self.parts.load(checkpoint.part(tensors, USERS))
         if self.channel is not None:
@@ -243,7 +243,7 @@ class Personalised(Algorithm[PyTorchModel]):
         return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
-        """The shared variables, down and, as they are compressed, up."""
+        """The shared variables go down; their compressed update goes up."""
         size = sum(p.numel() * p.element_size() for n, p in state.variable_map.items() if n in self.shared)
         return Traffic(size, size if self.channel is None else self.channel.num_bytes)
 

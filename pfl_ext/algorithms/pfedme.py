@@ -9,16 +9,16 @@ minibatch D of its local training (R of them, those of ``local.num_epochs`` epoc
     K times  theta_i <- theta_i - personal_learning_rate (grad F(theta_i; D) + lambda (theta_i - w_i)),
     then     w_i <- w_i - eta lambda (w_i - theta_i),     eta = local.learning_rate,
 
-so that theta_i approximates the proximal point, and goes on from one minibatch to the next. The user sends
-``w_i - w``. The server has ``w <- (1 - beta) w + beta sum_i p_i w_i``: beta is ``server.learning_rate`` of
-the server optimiser sgd, and p_i is alike for all with ``federated.weighting users``, as in the paper.
+so that theta_i approximates the proximal point. theta_i is kept from one minibatch to the next. The user
+sends ``w_i - w``. The server makes the step ``w <- (1 - beta) w + beta sum_i p_i w_i``, where beta is
+``server.learning_rate`` with the server optimiser sgd. ``federated.weighting users`` makes all p_i equal, as
+in the paper.
 
-Nothing of a user goes into its next round. It keeps theta_i of its last one, which is what is scored as its
-own model, and what takes disk. Of the keys of ``local``, momentum, weight decay and clipping act on the steps
-of theta_i; the paper's are without them. The paper has all users train and averages those drawn; here only
-those who are drawn train.
+Training does not read what a user kept. The user keeps its last theta_i on disk only to be scored as its own
+model. The ``local`` keys for momentum, weight decay and clipping act on the steps of theta_i; the paper has
+none of them. In the paper all users train and those drawn are averaged; here only those drawn train.
 
-The engine does not know these steps; pfl's loop over users trains them.
+The engine does not know these steps, so pfl's loop over users makes them.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class PFedMeOptions(KeptOptions):
     """The steps of a user's own model; the defaults are the authors'."""
 
     proximal_weight: PositiveFloat = 15.0
-    """Lambda: how strongly a user's own model is held near the one that it shares."""
+    """Lambda: how strongly a user's own model is held near its shared model."""
     personal_steps: PositiveInt = 5
-    """K: steps of the user's own model on each minibatch."""
+    """K: the number of steps of the user's own model on each minibatch."""
     personal_learning_rate: PositiveFloat = 0.09
-    """Factor of these steps; they diverge unless it times (lambda + the loss's curvature) is below 2."""
+    """Learning rate of these steps. They diverge unless rate * (lambda + the loss's curvature) is below 2."""
 
 
 @register("pfedme")
 class PFedMe(Personalised):
-    """pFedMe; a user keeps a whole model, to be scored."""
+    """pFedMe. Each user keeps a whole model, to be scored."""
 
     options: ClassVar[type] = PFedMeOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
@@ -74,7 +74,7 @@ class PFedMe(Personalised):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Also refuse a learning rate of the head's own.
+        """Refuse what `Personalised` refuses, and a separate learning rate for the head.
 
         Raises:
             ValueError: one line with the reason.
@@ -85,26 +85,26 @@ class PFedMe(Personalised):
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The variables that a user keeps: all that are trained."""
+        """All trained variables, since a user keeps a whole model."""
         return trained_names(module)
 
     @classmethod
     def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """The variables of the server's model: all that are trained."""
+        """All trained variables."""
         return trained_names(module)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
-        """``w_i - w`` and theta_i; what the user kept is not read."""
+        """``w_i - w`` and theta_i. ``kept`` is not read."""
         update, seen = self.clients.train_alone(x, user, number)
         return update, self.layout.flat(self._envelope.theta), seen
 
 
 class Envelope:
-    """One user's part of a round."""
+    """Makes one user's steps in a round."""
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
     theta: Weights
-    """The own model of the user who trained last."""
+    """theta_i of the user who trained last."""
 
     def __init__(self, options: PFedMeOptions) -> None:
         self._options = options
@@ -112,7 +112,7 @@ class Envelope:
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """``w_i - w``."""
+        """The user's update ``w_i - w``; theta_i is kept in `own`."""
         start, local, options = model.get_parameters(), central_context.model_train_params, self._options
         variables = model.variable_map
         w = {name: p.detach().clone() for name, p in variables.items()}

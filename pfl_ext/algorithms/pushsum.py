@@ -4,14 +4,14 @@ Nedic and Olshevsky 2016, "Stochastic Gradient-Push for Strongly Convex Function
 Graphs", arXiv 1406.2075).
 
 A user knows to whom it sends, and need not know who sends to it. It divides its model among its receivers and
-itself, so that the columns of A have the sum 1, but its rows need not; the same sums of a number omega, 1 at
-first, say by how much a user has more or less than one model:
+itself, so the columns of A have the sum 1, while its rows need not. A number omega of each user, 1 at first,
+is mixed in the same way. It says how much more or less than one model a user holds:
 
     x_i <- sum_j A_ij (x_j + u_j),   omega_i <- sum_j A_ij omega_j,   z_i = x_i / omega_i,
 
-with u_j what local training from z_j changes, ``- eta g_j(z_j)`` where it is a single step. The sum of all x
-changes by local training alone, and the sum of all omega stays n; the mean of x is therefore the mean of z
-with the weights omega. `pfl_ext.algorithms.decentralised` has what is scored.
+with u_j the update of local training from z_j, ``- eta g_j(z_j)`` for a single step. Mixing changes neither
+the sum of all x nor the sum of all omega, which stays n. So the mean of x is the mean of z with the weights
+omega. `pfl_ext.algorithms.decentralised` says what is scored.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class PushSumOptions:
     """The graph over which users send each other their models."""
 
     graph: Directed = "exponential"
-    """ring, exponential, random or one_peer_exponential, each with directions."""
+    """ring, exponential, random or one_peer_exponential; all are directed graphs."""
     out_degree: PositiveInt | None = None
-    """Number of others to which each user sends, for random; none: 2."""
+    """For random, the number of others to which each user sends; none: 2."""
     time_varying: bool = False
-    """A new graph in each round: random is drawn again, in ring and exponential users change their places."""
+    """Whether each round has a new graph: random is drawn again; in others users change their places."""
 
 
 @register("pushsum")
 class PushSum(Decentralised):
-    """Equal parts for the receivers in a directed graph."""
+    """Push-sum in which a user sends equal parts of its model to its receivers in a directed graph."""
 
     options: ClassVar[type] = PushSumOptions
     keeps_omega: ClassVar[bool] = True

@@ -1,24 +1,24 @@
-"""q-FFL: users whose loss is high count more, so that accuracy differs less between users
+"""q-FFL: users with a higher loss have more weight, so that accuracy differs less between users
 (Li, Sanjabi, Beirami and Smith 2020, "Fair Resource Allocation in Federated Learning", arXiv 1905.10497).
 
 With a weight p_i of each user, the objective (equation 1) is
 
     f_q(x) = sum_i p_i F_i(x)^(q + 1) / (q + 1),
 
-which is FedAvg's for q = 0, and the greatest user's loss for q to infinity. It is trained by q-FedAvg
-(Algorithm 2). With L the Lipschitz constant of the gradients, and x_i user i's model after its local steps,
+which is FedAvg's for q = 0, and tends to the greatest user's loss for q to infinity. q-FedAvg (Algorithm 2)
+minimises it. With L the Lipschitz constant of the gradients, and x_i user i's model after its local steps,
 
     D_i = L (x - x_i),   h_i = q F_i^(q - 1) |D_i|^2 + L F_i^q,   x <- x - sum_i F_i^q D_i / sum_i h_i.
 
-h_i bounds the curvature of F_i^(q + 1) / (q + 1) at x (Lemma 3), so that one L serves for every q. As the
-authors do, L is 1 / the users' learning rate, found good for q = 0, where `lipschitz` is none.
+h_i bounds the curvature of F_i^(q + 1) / (q + 1) at x (Lemma 3), so one L serves for every q. Where
+`lipschitz` is none, L is 1 / the users' learning rate, as in the authors' code, with a rate tuned for q = 0.
 
-With the update u_i = x_i - x, and both sums divided by L, this is `pfl_ext.algorithms.by_loss` with the tilt
-a_i = q log F_i and the stretch s_i = 1 + q L |u_i|^2 / F_i, where p_i weighs both sums. With q = 0 it is
-FedAvg. The authors draw users in proportion to p_i instead and weigh those of a cohort alike:
+With the update u_i = x_i - x, and both sums divided by L, this is `pfl_ext.algorithms.by_loss` with the
+exponent a_i = q log F_i and the stretch s_i = 1 + q L |u_i|^2 / F_i; p_i weighs both sums. With q = 0 it is
+FedAvg. The authors draw users in proportion to p_i instead, and give those of a cohort equal weights:
 `federated.sampling` proportional and `federated.weighting` users.
 
-A loss below 1e-10 counts as that, which is what the authors add to each loss.
+A loss below 1e-10 is replaced by 1e-10, which is the number that the authors add to each loss.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ LEAST_LOSS = 1e-10
 
 @dataclass(frozen=True, config=STRICT)
 class QFFLOptions:
-    """How much more users count whose loss is high."""
+    """How much more weight a higher loss gives."""
 
     q: Annotated[float, Field(ge=0, le=100)] = 1.0
-    """Power of a user's loss that its update is weighted by; 0: FedAvg."""
+    """q: each update is weighted by its user's loss to this power; 0: FedAvg."""
     lipschitz: PositiveFloat | None = None
-    """L of the users' losses' gradients; none: 1 / the users' learning rate in the round."""
+    """L, the Lipschitz constant of the loss gradients; none: 1 / the users' learning rate in the round."""
 
 
 @register("qffl")
 class QFFL(ByLoss):
-    """q-FedAvg."""
+    """q-FedAvg, which minimises q-FFL's objective."""
 
     options: ClassVar[type] = QFFLOptions
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse to take L from two learning rates.
+        """Refuse L = none where the head has another learning rate, since L would have two values.
 
         Raises:
             ValueError: one line with the reason.

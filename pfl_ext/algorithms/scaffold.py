@@ -1,34 +1,34 @@
-"""SCAFFOLD: control variates that take out the drift of users' local steps
+"""SCAFFOLD: control variates that correct the drift of users' local steps
 (Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", Algorithm 1,
 arXiv 1910.06378).
 
-The server has a control variate c and every user i one of its own c_i, all 0 at first. A user starts at the
-server's x and makes K steps ``y <- y - lr (g_i(y) - c_i + c)``. Its new control variate is
+The server has a control variate c, and every user i has a control variate c_i. All are 0 at first. A user
+starts at the server's x and makes K steps ``y <- y - lr (g_i(y) - c_i + c)``. Its new control variate is
 
-* option I: ``c_i+ = g_i(x)``, the gradient at x of all its images that take part, which costs one more pass;
+* option I: ``c_i+ = g_i(x)``, the gradient at x over the user's images of this round. It costs one more pass.
 * option II: ``c_i+ = c_i - c + (x - y) / (K lr)``, the mean of the gradients of its steps.
 
 It sends ``y - x`` and ``c_i+ - c_i``. The server's optimiser steps on the weighted mean of the first over the
-cohort S, and ``c <- c + sum_S w_i (c_i+ - c_i) / sum_all w_i``: the paper's ``|S| / N`` times the mean where
-every user has the same weight. So c is the weighted mean of all c_i at any time, and the optimum of
-``sum_i w_i f_i / sum_i w_i`` is where training rests, with weights by images as with weights by users.
+cohort S, and ``c <- c + sum_S w_i (c_i+ - c_i) / sum_all w_i``. Where all users have the same weight, this is
+the paper's ``|S| / N`` times the mean. So c is always the weighted mean of all c_i, and the optimum of
+``sum_i w_i f_i / sum_i w_i`` is a fixed point of training, for weights by images and for equal weights.
 
-Where the correction ``c - c_i`` goes is a choice once local training is more than plain SGD:
+If local training is more than plain SGD, there are two places for the correction ``c - c_i``:
 
-* "gradient", the paper's equation: it is added to the loss's gradient, so that clipping, weight decay and
-  momentum come after it. Momentum lets a gradient count for more than one step; option II then divides by
-  ``|a|_1``, the sum of what the K gradients count for (`pfl_ext.algorithms.fednova`), instead of K.
+* "gradient", the paper's equation: it is added to the loss's gradient, before clipping, weight decay and
+  momentum. With momentum a gradient counts in several steps, so option II divides by ``|a|_1``, the total
+  weight of the K gradients (`pfl_ext.algorithms.fednova`), instead of K.
 * "step", as in NIID-Bench (Li et al. 2022, arXiv 2102.02079): ``y <- y - lr (c - c_i)`` after every step of
-  the optimiser. Option II divides by K: under momentum rho c_i is about ``1 / (1 - rho)`` gradients, as a
-  correction that no momentum magnifies has to be.
+  the optimiser. Option II divides by K. With momentum rho this makes c_i about ``1 / (1 - rho)`` gradients,
+  which is right for a correction that momentum does not amplify.
 
-pfl 0.6.0 has a SCAFFOLD too, which is wrong: it keeps minus the gradient as c_i and adds ``c - c_i`` to the
-gradient all the same, so that drift is doubled. Its option I also gives all users one buffer as their c_i.
+The SCAFFOLD of pfl 0.6.0 is wrong: it keeps minus the gradient as c_i but still adds ``c - c_i`` to the
+gradient, so drift is doubled. With its option I all users share one buffer for c_i.
 
-Of slow or unreliable devices (`pfl_ext.devices.turnout`) S is who reports: c_i of all others stays as it is,
-and K is what a user has made of its steps. Option I is refused there.
+With slow or unreliable devices (`pfl_ext.devices.turnout`) S is the users who report, all other c_i stay
+unchanged, and K is the number of steps that a user made. Option I is refused there.
 
-Not for private training: c_i outlives the round, and so would what it tells of the user.
+Private training is refused: c_i outlives the round, and with it what c_i discloses about the user.
 
 Letters: P parameters that are trained, U users.
 """
@@ -58,10 +58,10 @@ from pfl_ext.rules import Correction as Correction
 from pfl_ext.rules import Refusals, Rule
 
 CHANGE = "pfl_ext.algorithms.scaffold/"
-"""Before the name of a variable: the key of ``c_i+ - c_i`` in a user's statistics."""
+"""Prefix of a variable's name in the key of ``c_i+ - c_i`` in a user's statistics."""
 Option = Literal["I", "II"]
 CONTROLS = "control_variates.f32"
-"""The file of the users' states, beside a run's checkpoints."""
+"""Name of the file with the users' c_i, beside a run's checkpoints."""
 
 ONLY_WEIGHTED = (
     "SCAFFOLD's users send control variates besides their updates, for which no privacy and no other "
@@ -73,25 +73,25 @@ ONLY_WEIGHTED = (
 class ScaffoldOptions:
     """The options of SCAFFOLD (Karimireddy et al. 2020).
 
-    Option I takes one more pass over a user's images. The correction after the step, which momentum and
-    clipping do not see, is NIID-Bench's. A run whose users need more disk than `max_state_gb` is refused;
-    copies that the last two checkpoints name are kept besides.
+    Option I makes one more pass over a user's images. The correction after the step, on which momentum and
+    clipping do not act, is NIID-Bench's. A run whose users need more disk than `max_state_gb` is refused;
+    old copies that the last two checkpoints still need are not counted.
     """
 
     scaffold_option: Option | None = None
-    """A user's new control variate: I, its gradient at the server's model; II, of its steps; none: II."""
+    """A user's new control variate: I, its gradient at the server model; II, that of its steps; none: II."""
     scaffold_correction: Correction | None = None
-    """Place of SCAFFOLD's correction: in the gradient, before clipping, or after the step; none: gradient."""
+    """Place of the correction: in the gradient, before clipping, or after the step; none: gradient."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for SCAFFOLD's copy of the model for every user that has taken part."""
+    """Most disk, in GB, for the c_i, each of the size of a model, of all users that have taken part."""
 
 
 @dataclass(frozen=True)
 class ScaffoldParams(NNAlgorithmParams):
     """pfl's parameters and SCAFFOLD's own.
 
-    ``total_weight``: the weights of all users together, of those who do not take part too; U where every user
-    weighs 1. ``option`` and ``correction``: see the module.
+    ``total_weight`` is the sum of the weights of all users of the run; U where every user has the weight 1.
+    ``option`` and ``correction``: see the module.
     """
 
     total_weight: float
@@ -103,9 +103,9 @@ class Controls:
     """c and every c_i, as vectors ``[P]`` in the order of the model's trained parameters.
 
     Args:
-        module: the model; its parameters are never changed here.
-        user_ids: of the U users, as their data sets give them.
-        path: of the file with the users' vectors (`UserVectors`); None: a temporary one.
+        module: the model, whose parameters are not changed here.
+        user_ids: the ids of the U users, as in their data sets.
+        path: the file of the users' vectors (`UserVectors`); None: a temporary file.
     """
 
     def __init__(self, module: nn.Module, user_ids: Sequence[str], path: Path | None = None) -> None:
@@ -122,7 +122,7 @@ class Controls:
         return self._numbers[user_id]
 
     def control(self, user: int) -> Tensor:
-        """c_i ``[P]`` of a user, at the start of the round."""
+        """A user's c_i ``[P]`` at the start of the round."""
         found = self._users.read(user)
         if found is None:
             return torch.zeros_like(self.server)
@@ -138,57 +138,57 @@ class Controls:
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
 
     def sent(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector ``[P]`` of changes by the keys of pfl's statistics."""
+        """The parts of a vector ``[P]`` of changes, by their keys in pfl's statistics."""
         return {CHANGE + name: part for name, part in self.named(vector).items()}
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The vector ``[P]`` of tensors by variable."""
+        """The vector ``[P]`` of these tensors."""
         return torch.cat([tensors[name].reshape(-1) for name in self._shapes])
 
     def rates(self, rate: float, factors: Sequence[float]) -> float | Tensor:
-        """A learning rate times each variable's factor, ``[P]``; without factors as it is."""
+        """A learning rate times each variable's factor, ``[P]``; the rate itself without factors."""
         if not factors:
             return rate
         sizes = torch.tensor(self._sizes)
         return (rate * torch.tensor(factors)).repeat_interleave(sizes).to(self.server.device)
 
     def renew(self, user: int, control: Tensor, change: Tensor) -> None:
-        """Keep ``c_i + change`` as the user's from the end of the round on."""
+        """Store ``c_i + change``, which is the user's c_i from the next round on."""
         self._users.write(user, (control + change).cpu().numpy())
 
     def end_round(self, change: Tensor) -> None:
-        """Move c by ``change`` ``[P]``, and let the users' new c_i be theirs."""
+        """Add ``change`` ``[P]`` to c, and make the users' new c_i current."""
         self.server += change
         self._users.end_round()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds; the users' vectors stay in their file."""
+        """The tensors for a checkpoint; the users' vectors stay in their file."""
         return {"c": self.server, **self._users.tensors()}
 
     def saved(self) -> None:
-        """The checkpoint with the last `tensors` has taken its name."""
+        """Is called once the checkpoint with the last `tensors` has its final name."""
         self._users.saved()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's `tensors`; ValueError as `UserVectors.load`."""
+        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
         self._users.load(tensors)
         self.server.copy_(tensors["c"])
 
 
 @dataclass(frozen=True)
 class Renewal:
-    """How c_i follows from a round's local training."""
+    """Computes the new c_i from a round's local training."""
 
     option: Option
     correction: Correction
     learning_rate: float | Tensor
-    """Tensor: ``[P]``, of each parameter."""
+    """A tensor ``[P]`` has a rate for each parameter."""
     momentum: float
 
     def change(
         self, server: Tensor, control: Tensor, update: Tensor, num_steps: int, gradient: Tensor | None
     ) -> Tensor:
-        """``c_i+ - c_i`` from c, c_i, ``y - x`` and option I's ``g_i(x)``, all ``[P]``; 0 without a step."""
+        """``c_i+ - c_i``, given c, c_i, ``y - x`` and option I's ``g_i(x)``, all ``[P]``; 0 without steps."""
         if num_steps == 0:
             return torch.zeros_like(control)
         if self.option == "I":
@@ -215,7 +215,7 @@ class CorrectedUser:
     def finish(
         self, update: Mapping[str, Tensor], num_steps: int, gradient: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """Keep c_i+; the user sends ``c_i+ - c_i`` besides its update."""
+        """Store c_i+, and return ``c_i+ - c_i``, which the user sends besides its update."""
         controls = self._controls
         whole = None if gradient is None else controls.flat(gradient)
         change = self._form.change(controls.server, self._own, controls.flat(update), num_steps, whole)
@@ -226,24 +226,24 @@ class CorrectedUser:
 class CorrectedRule(Rule):
     """Local SGD with SCAFFOLD's correction, for a round."""
 
-    corrects_all = False  # c and c_i are of gradients, and of weight decay where there is some
+    corrects_all = False  # c and c_i hold gradients, with weight decay
 
     def __init__(self, controls: Controls, form: Renewal) -> None:
         self._controls, self._form = controls, form
         self.correction, self.whole_gradient = form.correction, form.option == "I"
 
     def user(self, user_id: str | None) -> CorrectedUser:
-        """The part of one user."""
+        """One user's part of a round."""
         return CorrectedUser(self._controls, self._form, self._controls.number(user_id))
 
     def zeros(self) -> dict[str, Tensor]:
-        """Changes of control variates."""
+        """Zeros for the changes of control variates, by their keys in pfl's statistics."""
         return self._controls.sent(torch.zeros_like(self._controls.server))
 
 
 @register("scaffold")
 class Scaffold(OnPfl):
-    """pfl's algorithm; its parameters are `ScaffoldParams`."""
+    """SCAFFOLD on pfl's loop, with parameters `ScaffoldParams`."""
 
     options = ScaffoldOptions
     tunes_engine = False  # what it keeps of a user changes whenever that user trains
@@ -265,7 +265,7 @@ class Scaffold(OnPfl):
 
     @classmethod
     def resolved(cls, options: ScaffoldOptions) -> dict[str, Any]:
-        """The option and the place of the correction."""
+        """The defaults of `option` and of the place of the correction."""
         return {
             "scaffold_option": options.scaffold_option or "II",
             "scaffold_correction": options.scaffold_correction or "gradient",
@@ -273,10 +273,10 @@ class Scaffold(OnPfl):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a state of all users that is too large, and a pass that no virtual clock counts.
+        """Refuse users' states that need more disk than allowed, and option I with a virtual clock.
 
         Raises:
-            ValueError: one line.
+            ValueError: one line with the reason.
         """
         if setup.devices is not None and setup.options.scaffold_option == "I":
             raise ValueError(
@@ -294,7 +294,7 @@ class Scaffold(OnPfl):
 
     @classmethod
     def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
-        """The algorithm, with its state in the folder of the checkpoints, and its parameters."""
+        """The algorithm, with its file in the checkpoints' folder, and its parameters."""
         users, chosen = setup.users, cls.resolved(setup.options)
         path = None if setup.folder is None else setup.folder / CONTROLS
         params = ScaffoldParams(
@@ -306,15 +306,15 @@ class Scaffold(OnPfl):
         return cls(Controls(setup.module, users.partition.user_ids, path)), params
 
     def bytes(self, model: PyTorchModel) -> Traffic:
-        """The server's control variate goes down with the model, and a change of the user's own comes up."""
+        """The model and c go down; the update and ``c_i+ - c_i`` go up."""
         down, up = super().bytes(model)
         return Traffic(2 * down, 2 * up)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> CorrectedRule:
-        """Corrected local steps.
+        """Local SGD with the correction.
 
         Raises:
-            ValueError: for local training whose steps are not those of SGD with momentum.
+            ValueError: when the local optimiser is not SGD with momentum.
         """
         local, params = context.model_train_params, context.algorithm_params
         steps = local_steps(model, context, "SCAFFOLD")
@@ -327,7 +327,7 @@ class Scaffold(OnPfl):
         return CorrectedRule(self.controls, Renewal(params.option, params.correction, rate, steps.momentum))
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
-        """Move c by the cohort's share of all weight, and leave the mean of the updates."""
+        """Add the cohort's weighted change, over the weight of all users, to c; average the updates."""
         share = float(statistics.weight) / context.algorithm_params.total_weight
         statistics.average()
         keys = [key for key in statistics if key.startswith(CHANGE)]

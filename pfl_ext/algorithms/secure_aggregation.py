@@ -1,30 +1,31 @@
 """Secure aggregation with pairwise masks (Bonawitz et al. 2017, "Practical Secure Aggregation for
 Privacy-Preserving Machine Learning", eprint 2017/281, Section 4 and Figure 4): FedAvg whose server sees
-masked updates alone.
+only masked updates.
 
-In a round every user u of the cohort has a mask key pair (s), a cipher key pair (c), both of X25519, and a
-seed b_u of its own, all fresh. The steps, with q and its arithmetic in `pfl_ext.algorithms.finite_field`:
+In a round every user u of the cohort has a mask key pair (s) and a cipher key pair (c), both of X25519, and a
+seed b_u. All are new in each round. The steps, with q and its arithmetic in
+`pfl_ext.algorithms.finite_field`:
 
-0. *Keys.* u sends its two public keys; the server sends everybody's to all.
-1. *Shares.* u shares its private mask key and b_u by Shamir so that T + 1 shares give them and T tell
-   nothing, and sends each other user v its shares, encrypted (ChaCha20-Poly1305) under a key that u and v
-   agree on from their cipher keys. The server passes them on.
+0. *Keys.* u sends its two public keys. The server sends all public keys to all users.
+1. *Shares.* u splits its private mask key and b_u into Shamir shares: T + 1 shares determine them, T reveal
+   nothing. It sends each other user v its shares, encrypted (ChaCha20-Poly1305) under a key on which u and v
+   agree from their cipher keys. The server passes them on.
 2. *Masked update.* u sends, with x_u its field elements and G a keystream,
    ``y_u = x_u + G(b_u) + sum_{v > u} G(s_uv) - sum_{v < u} G(s_uv)``, where u and v agree on s_uv from their
-   mask keys (X25519, then HKDF with SHA-256). Masks are between all users of step 1.
-3. *Unmasking.* The server says whose y arrived. Each user who is left sends, of every such user v, its share
-   of b_v, and of every user who was lost after step 1 its share of the mask key; never both of one. From T +
-   1 shares of each the server takes ``G(b_v)`` out of the sum, and the masks that lost users left in it.
+   mask keys (X25519, then HKDF with SHA-256). Every pair of users of step 1 has a mask.
+3. *Unmasking.* The server announces whose y arrived. Each remaining user sends its share of b_v for every v
+   whose y arrived, and its share of the mask key for every user lost after step 1; never both for one user.
+   From T + 1 shares of each the server removes ``G(b_v)`` and the masks with lost users from the sum.
 
-What is left is the sum over those whose y arrived. With fewer than T + 1 users left there is no sum; that
-many lost users are refused before training.
+The result is the sum over the users whose y arrived. With fewer than T + 1 remaining users there is no sum;
+options that lose so many are refused before training.
 
-What a deployment would protect: from a server that follows the protocol but looks at everything, and T users
-who tell it all they have, each other user's update and weight is hidden but for what the sum of the others
-says (the paper's Theorem 6.3 with t = T + 1). A server that lies about who was lost needs T + 1 > 2 U / 3
-and the paper's signed round of consistency, which is not here; nor is a public key infrastructure, nor
-anything against users who send a wrong update. Nothing bounds what the *sum* says of one user: that is
-differential privacy's part.
+What a deployment would protect: suppose the server follows the protocol but looks at everything, and T users
+give it all that they know. Then it learns nothing of any other user's update and weight but their sum over
+these others (the paper's Theorem 6.3 with t = T + 1). Against a server that lies about who was lost one needs
+T + 1 > 2 U / 3 and the paper's signed consistency round, which is not implemented. Neither is a public key
+infrastructure, nor a defence against users who send a wrong update. Nothing bounds what the *sum* reveals of
+one user; that is the task of differential privacy.
 
 Letters: P trained parameters, U users of a cohort, T colluding ones, n = T + 1.
 """
@@ -58,13 +59,13 @@ from pfl_ext.algorithms.secure_sum import SecureSum, Sent, SumLost, unwatched
 TAG = 16
 """Bytes that the cipher adds to a message."""
 NONCE = bytes(12)
-"""A key encrypts one message in each direction; the direction is in the key."""
+"""A constant nonce: a key encrypts one message, since each direction has its own key."""
 SHARE = BYTES * len(digits(bytes(KEY_BYTES)))
 """Bytes of one share of a key."""
 
 
 def agreed(own: bytes, public: bytes, purpose: str) -> bytes:
-    """The 32 bytes that two users agree on, from the private key of one and the public key of the other."""
+    """The 32 bytes on which two users agree, from one's private key and the other's public key."""
     shared = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(public))
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=purpose.encode()).derive(shared)
 
@@ -75,23 +76,23 @@ def public_of(private: bytes) -> bytes:
 
 
 def pair_mask(own: bytes, user: int, other: int, public: bytes, size: int) -> Elements:
-    """What ``user`` adds to its vector because of ``other``, between -q and q; ``other`` adds minus that."""
+    """The mask, between -q and q, that ``user`` adds to its vector for ``other``, who adds its negative."""
     mask = uniform(agreed(own, public, "mask"), size)
     return mask if user < other else -mask
 
 
 class User:
-    """One user in one round: its keys, and the shares that the others gave it.
+    """One user in one round: its keys, and the shares that it received from the others.
 
     Args:
-        place: of the user in the cohort, from 0; its shares are at the point place + 1.
+        place: its position in the cohort, from 0. Its shares are values at the point place + 1.
     """
 
     def __init__(self, place: int) -> None:
         self.place = place
         self.mask_key, self.cipher_key, self.seed = (secrets.token_bytes(KEY_BYTES) for _ in range(3))
         self.held: dict[int, tuple[Elements, Elements]] = {}
-        """Shares of the mask key and the seed of each user, by its place."""
+        """By place, each user's shares of its mask key and of its seed, as held by this user."""
 
     @property
     def public(self) -> tuple[bytes, bytes]:
@@ -110,12 +111,12 @@ class User:
         }
 
     def take(self, other: int, public: bytes, message: bytes) -> None:
-        """Keep the shares that another user, with this public cipher key, sent."""
+        """Decrypt and keep the shares that user ``other``, with this public cipher key, sent."""
         content = self._cipher(other, self.place, public).decrypt(NONCE, message, None)
         self.held[other] = _halves(np.frombuffer(content, "<u4").astype(np.int64))
 
     def masked(self, vector: Elements, public: Sequence[tuple[bytes, bytes]]) -> Elements:
-        """Step 2: y ``[P + 1]`` of this user's vector; U + 1 terms below 2^31 do not overflow."""
+        """Step 2: y ``[P + 1]`` for this user's vector. A sum of U + 1 terms below 2^31 does not overflow."""
         total = vector + uniform(self.seed, len(vector))
         for other, (mask, _) in enumerate(public):
             if other != self.place:
@@ -144,19 +145,19 @@ def unmasked(
     """The server's part of step 3.
 
     Args:
-        masked: y ``[P + 1]`` of each user who is left, by place.
+        masked: y ``[P + 1]`` of each remaining user, by place.
         public: the public keys of all users.
-        answers: of each user who is left, its share by the place of every user: of the seed of one who is
-            left, of the mask key of one who is lost.
+        answers: for each remaining user its share for every user, by place: a share of the seed of a
+            remaining user, or of the mask key of a lost one.
         degree: T.
 
     Raises:
-        SumLost: when T + 1 shares are not there, or are no key's.
+        SumLost: when fewer than T + 1 shares arrived, or they do not encode a key.
     """
     if len(answers) <= degree:
         raise SumLost(f"{len(answers)} of {len(public)} users are left, and {degree + 1} shares are needed")
     total = np.zeros_like(next(iter(masked.values())))
-    for vector in masked.values():  # all in all U^2 + 2 U terms below 2^31 at most
+    for vector in masked.values():  # in total at most U^2 + 2 U terms below 2^31
         total += vector
     helpers = list(answers)[: degree + 1]
     for user in range(len(public)):
@@ -167,7 +168,7 @@ def unmasked(
         if user in masked:
             total -= uniform(key, len(total))
         else:
-            for other in masked:  # what each left user added because of the lost one is minus this
+            for other in masked:  # each remaining user added minus this mask
                 total += pair_mask(key, user, other, public[other][0], len(total))
     return total % PRIME
 
@@ -175,16 +176,16 @@ def unmasked(
 def pairwise_sum(
     vectors: Mapping[int, Elements], users: int, degree: int, sent: Sent = unwatched
 ) -> Elements:
-    """The sum of the vectors of those who are left, by the whole protocol.
+    """The sum of the remaining users' vectors, by the whole protocol.
 
     Args:
-        vectors: ``[P + 1]`` of each user who is left, by place.
-        users: U, those who are lost after step 1 among them.
+        vectors: ``[P + 1]`` of each remaining user, by place.
+        users: U, with the users who are lost after step 1.
         degree: T.
         sent: is called with each message.
 
     Raises:
-        SumLost: when at most T users are left.
+        SumLost: when at most T users remain.
     """
     parties = [User(place) for place in range(users)]
     public = [party.public for party in parties]
@@ -209,11 +210,11 @@ def pairwise_sum(
 
 @register("secure_aggregation")
 class SecureAggregation(SecureSum):
-    """The protocol with pairwise masks."""
+    """FedAvg whose sum is computed with pairwise masks."""
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Also refuse a round of which nothing would be left.
+        """Refuse what `SecureSum` refuses, and rounds that would lose too many users for a sum.
 
         Raises:
             ValueError: one line with the reason.
@@ -232,7 +233,7 @@ class SecureAggregation(SecureSum):
             )
 
     def lost(self, users: int, number: int) -> list[int]:
-        """Any of the cohort."""
+        """A share `drop_out` of the cohort, drawn at random."""
         return self.drawn(np.arange(users), number)
 
     def total(self, vectors: Mapping[int, Elements], users: int, number: int) -> Elements:
@@ -240,7 +241,7 @@ class SecureAggregation(SecureSum):
         return pairwise_sum(vectors, users, degree_of(self.means))
 
     def bytes(self, state: Any) -> Traffic:
-        """The model, the keys, the shares through the server and the answers; of a user who is not lost."""
+        """The model, the keys, the shares and the answers of a user who is not lost."""
         users, others = self.means.cohort_size, self.means.cohort_size - 1
         passed = others * (2 * SHARE + TAG)
         down = trained_bytes(self.means.module) + 2 * KEY_BYTES * users + passed + -(-users // 8)
@@ -249,5 +250,5 @@ class SecureAggregation(SecureSum):
 
 
 def degree_of(setup: Setup) -> int:
-    """T: as asked for, or the most with which half of the users may be lost."""
+    """T: as configured, or the largest with which half of the users may be lost."""
     return int(setup.options.colluding or max(1, -(-setup.cohort_size // 2) - 1))

@@ -1,24 +1,23 @@
-"""FedAvg whose sum over users is formed in a finite field, so that no single update is seen by the server.
+"""FedAvg whose sum over users is computed in a finite field, so that the server sees no single update.
 
-A user of weight w (its images, or 1) has an update x ``[P]``. What it brings into the protocol are P + 1
-elements of `pfl_ext.algorithms.finite_field`: ``w x`` in fixed point with b bits after the binary point, each
-number of x clipped to -C..C before, and w itself. So the server learns the sum over those users who were not
-lost, and the sum of their weights, whose quotient is the weighted mean; nobody's weight is known by itself.
-The server's optimiser steps on that mean, as FedAvg's does.
+A user has an update x ``[P]`` and a weight w (its number of images, or 1). Its input to the protocol is P + 1
+elements of `pfl_ext.algorithms.finite_field`: ``w x`` in fixed point with b bits after the binary point,
+after each number of x was clipped to -C..C; and w. The server learns the sum of these inputs over the users
+who were not lost. Dividing the sum of ``w x`` by the sum of w gives the weighted mean, and no single weight
+is revealed. The server's optimiser steps on that mean, as in FedAvg.
 
-Against the mean of the clipped updates in exact arithmetic, each number is wrong by at most
-``U / (2 2^b sum w)`` for U users, as each rounds to nearest; a test computes it. No sum may wrap around:
-``sum w C 2^b + U/2 <= (q - 1) / 2`` for the heaviest cohort that could be drawn, or the run is refused before
-it begins.
+Each number of the mean differs by at most ``U / (2 2^b sum w)`` from the exact mean of the clipped updates of
+U users, since each user rounds to nearest; a test computes this. Sums must not wrap around. A run is refused
+before it begins unless ``sum w C 2^b + U/2 <= (q - 1) / 2`` for the heaviest cohort that could be drawn.
 
 Masks come from the operating system's generator and not from the run's seed. They cancel exactly in the
-field, so that the model is a function of config and data all the same: killed and resumed, or on several
-workers, it is the same to the bit. Which users are lost is drawn from (seed, round).
+field, so the model is still a function of config and data: it is the same to the bit after a resume, and on
+any number of workers. The lost users are drawn from (seed, round).
 
-What is simulated: all parties run in one process and share its memory, one after another, and nothing goes
-over a network. So a run of this protects nobody; it shows what a deployment would compute, send and survive.
-A user who is lost is one that shared what the protocol asks for first, and whose update never arrives; such
-users do not train here, as nothing of theirs is in the sum.
+The protocol is simulated: all parties run one after another in one process, share its memory, and send
+nothing over a network. So a run protects nobody. It shows what a deployment would compute and send, and which
+losses it would survive. A lost user makes the protocol's first steps, but its update never arrives. Lost
+users do not train here, since their updates are not in the sum.
 
 Letters: P trained parameters, U users of a cohort.
 """
@@ -48,33 +47,33 @@ from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import is_main
 
 Sent = Callable[[int | None, int | None, str, Any], None]
-"""Is called with each message: from whom, to whom (None: the server), what, and its content."""
+"""Is called with each message: its sender, its receiver (None: the server), its kind and its content."""
 
 
 def unwatched(sender: int | None, receiver: int | None, what: str, content: Any) -> None:
-    """Nobody looks at a message but its receiver."""
+    """Do nothing with a message."""
 
 
 class SumLost(Exception):
-    """Too many users were lost, and the sum of the others cannot be found; one line says which."""
+    """Too many users were lost, so the sum of the others cannot be computed. The message is one line."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SecureSumOptions:
-    """What both protocols share."""
+    """Options that both protocols share."""
 
     fraction_bits: Annotated[int, Field(ge=0, le=MOST_BITS)] | None = None
-    """Bits after the binary point of a user's numbers; none: the most with which no sum wraps around."""
+    """b, the bits after the binary point of a number; none: the most with which no sum wraps around."""
     clip: PositiveFloat = 4.0
-    """Largest size of each number of an update; larger ones are brought to it before the sum."""
+    """C: each number of an update is clipped to -C..C before the sum."""
     drop_out: Fraction = 0.0
-    """Share of the users, rounded down, whose update is lost after they have shared their keys."""
+    """Share of the users, rounded down, whose update is lost after they shared their keys."""
     colluding: Annotated[int, Field(ge=1)] | None = None
-    """Users who together with the server must learn nothing of the others; none: as many as can be."""
+    """T, the number of users who, even together with the server, learn nothing of others; none: the most."""
 
 
 class SecureSum(ServerModelAlgorithm):
-    """FedAvg over a protocol that adds up vectors of field elements, with new keys in each round."""
+    """FedAvg over a protocol that adds up vectors of field elements. Each round has new keys."""
 
     options: ClassVar[type] = SecureSumOptions
     refusals: ClassVar[Refusals] = {
@@ -89,16 +88,16 @@ class SecureSum(ServerModelAlgorithm):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse numbers that could wrap around.
+        """Refuse options with which a sum could wrap around.
 
         Raises:
-            ValueError: one line with the most bits that there may be.
+            ValueError: one line with the most bits that are allowed.
         """
         bits_of(setup)
 
     @abstractmethod
     def lost(self, users: int, number: int) -> list[int]:
-        """Which of so many users are lost in a round, by their place in the cohort."""
+        """The places in a cohort of ``users`` users of those who are lost in a round."""
 
     @abstractmethod
     def total(self, vectors: Mapping[int, Elements], users: int, number: int) -> Elements:
@@ -106,21 +105,21 @@ class SecureSum(ServerModelAlgorithm):
 
         Args:
             vectors: ``[P + 1]`` of each user who is not lost, by its place in the cohort.
-            users: how many the cohort has, lost ones among them.
-            number: of the round.
+            users: the size of the cohort, with lost users.
+            number: the round.
 
         Raises:
             SumLost: when too many were lost.
         """
 
     def drawn(self, places: np.ndarray[Any, Any], number: int, *keys: int) -> list[int]:
-        """The share `drop_out` of these places, by the run's seed and the round."""
+        """A share `drop_out` of these places, drawn from the run's seed and the round."""
         rng = stream(self.means.seed, "users lost in secure sums", number, *keys)
         count = int(self.means.options.drop_out * len(places))
         return sorted(int(place) for place in rng.permutation(places)[:count])
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Train the users who are not lost, form their sum, and step on its mean."""
+        """Train the users who are not lost, compute their sum, and step on its mean."""
         cohort, users = self.clients.cohort(number), self.means.users
         lost = set(self.lost(len(cohort), number))
         left = [place for place in range(len(cohort)) if place not in lost]
@@ -147,7 +146,7 @@ class SecureSum(ServerModelAlgorithm):
         return state, line
 
     def _step(self, state: PyTorchModel, total: Elements, start: Weights, number: int) -> None:
-        """The server's optimiser on the mean."""
+        """Make the server optimiser's step on the mean."""
         weight = int(total[-1])
         mean = decode(total[:-1], self.bits) / max(weight, 1)
         sizes = [tensor.numel() for tensor in start.values()]
@@ -162,15 +161,15 @@ class SecureSum(ServerModelAlgorithm):
 
     @property
     def elements(self) -> int:
-        """Number of field elements that a user brings: P numbers and its weight."""
+        """Number of field elements of a user's input: P numbers and its weight."""
         return 1 + sum(p.numel() for p in self.means.module.parameters() if p.requires_grad)
 
 
 def bits_of(setup: Setup) -> int:
-    """Bits after the binary point in a run.
+    """b, the bits after the binary point in a run.
 
     Raises:
-        ValueError: one line, where the sum of the heaviest cohort could wrap around.
+        ValueError: one line, when the sum of the heaviest cohort could wrap around.
     """
     users, options = setup.users, setup.options
     everybody = np.arange(users.num_users)

@@ -1,4 +1,4 @@
-"""What algorithms have in common whose whole state is the server's model and its optimiser."""
+"""Base of algorithms that have no state but the server's model and its optimiser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pfl_ext.algorithms.algorithm import Algorithm
 
 
 class ServerModelAlgorithm(Algorithm[PyTorchModel]):
-    """Such an algorithm: its rounds step the run's model, and a checkpoint holds nothing else."""
+    """An algorithm whose rounds change the run's model, and whose checkpoint holds nothing else."""
 
     def init(self, seed: int) -> PyTorchModel:
         """The run's model, whose weights were drawn from the run's seed."""
@@ -27,6 +27,6 @@ class ServerModelAlgorithm(Algorithm[PyTorchModel]):
         return checkpoint.model_tensors(state)
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Put both back."""
+        """Restore the model and the server's optimiser."""
         checkpoint.restore_model(state, tensors)
         return state

@@ -1,22 +1,22 @@
-"""Split learning: a network is cut in two, and client and server train it together without sharing it.
+"""Split learning: client and server train the two parts of a cut network without showing them to each other.
 
 Gupta and Raskar 2018 (arXiv 1810.06060, Algorithm 1), Vepakomma et al. 2018 (arXiv 1812.00564: u-shaped),
-Thapa et al. 2020 (SplitFed, arXiv 2004.12088, Algorithm 1). For each batch the client computes
-``a = f(x)`` with the first ``cut`` blocks and sends a and the labels; the server computes the loss of
-``g(a)``, makes its step, and sends ``dL/da`` back, from which the client makes its own. Only a, its gradient
-and the labels are at both ends, and each end has an optimiser of its own, by ``local``. Variants:
+Thapa et al. 2020 (SplitFed, arXiv 2004.12088, Algorithm 1). For each batch the client computes ``a = f(x)``
+with the first ``cut`` blocks and sends a and the labels. The server computes the loss of ``g(a)``, makes its
+step, and sends ``dL/da`` back; with it the client makes its step. Only a, its gradient and the labels are
+known at both ends. Each end has an optimiser of its own, as ``local`` says. Variants:
 
-* ``relay``: the users of a round take turns, each for its local epochs. The next one begins with the lower
-  weights that the one before has left; the server goes on with its own. The order of the turns is drawn
-  from (seed, round). This is SGD on one user's batches after another's.
-* ``u_shaped``: the same with the last layer (and a bottleneck before it) at the client too: the server sends
-  what the last layer takes, and no label leaves the client.
+* ``relay``: the users of a round take turns, each for its local epochs. Each begins with the client weights
+  that the user before it has left; the server continues with its own. The order of turns is drawn from
+  (seed, round). This is SGD on one user's batches after another's.
+* ``u_shaped``: like ``relay``, but the last layer (and a bottleneck before it) is also at the client. The
+  server sends the input of that layer, and no label leaves the client.
 * ``splitfed``: SplitFedV1. All users of a round begin with the round's weights and train at the same time,
-  each with a copy of its own of the server's part; both parts are averaged by the users' images. This
+  each with its own copy of the server's part. Both parts are averaged by the users' numbers of images. This
   is FedAvg with a learning rate of 1 at the server.
 
-Nothing here keeps secret what is sent: images can be rebuilt from a, above all with few blocks at the client,
-and labels from gradients. Both are simulated in one process.
+What is sent is not protected: images can be reconstructed from a, above all with few blocks at the client,
+and labels from gradients. Client and server are simulated in one process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import begin_work, current
 
 BUFFER = "momentum_buffer"  # torch's name
-UNREAD = "server. federated.weighting"  # users make their steps themselves, and are averaged by their images
+UNREAD = "server. federated.weighting"  # no server optimiser; averages are by images
 UNREAD_IN_RUNTIME = "engine lanes fuse cpu_kernels precision"
 
 
@@ -55,21 +55,21 @@ class SplitOptions:
     cut: PositiveInt = 1
     """Blocks of the network that a client has; a small network's blocks are its layers."""
     variant: Literal["relay", "splitfed", "u_shaped"] = "relay"
-    """Users one after another; at the same time, then averaged; as relay, with the last layer at the user."""
+    """relay: users in turn; splitfed: all at once, then averaged; u_shaped: relay, last layer at the user."""
     momentum: Literal["restart", "handover"] = "restart"
-    """restart: momentum is 0 when a turn begins; handover: the client's is sent on with its weights, and the
-    server's goes on."""
+    """restart: momentum is 0 when a turn begins. handover: the client's momentum is sent on with its weights,
+    and the server keeps its own."""
 
 
 @plain_dataclass
 class Wire:
-    """What crosses between client and server: copies without a tape, and how many bytes of them."""
+    """Passes tensors between client and server as copies without autograd's tape, and counts their bytes."""
 
     up: int = 0
     down: int = 0
 
     def send(self, tensor: Tensor, up: bool) -> Tensor:
-        """What arrives; ``up``: at the server."""
+        """The tensor as it arrives at the server (``up``) or at the client."""
         size = tensor.numel() * tensor.element_size()
         self.up, self.down = self.up + size * up, self.down + size * (not up)
         return tensor.detach().clone()
@@ -77,7 +77,7 @@ class Wire:
 
 @plain_dataclass(frozen=True)
 class SplitState:
-    """The weights of all parts together, and what momentum they have where it is handed over; by name."""
+    """The weights of all parts, and their momentum where it is handed over, both by name."""
 
     weights: Weights
     momentum: Weights = field(default_factory=dict)
@@ -99,10 +99,10 @@ class Split(Algorithm[SplitState]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks that cannot be cut, and what would take more than activations and gradients.
+        """Refuse networks that cannot be cut, and options that need more than activations and gradients.
 
         Raises:
-            ValueError: in one line.
+            ValueError: one line with the reason.
         """
         options, module = setup.options, setup.module
         if not all(p.requires_grad for p in module.backbone.parameters()):
@@ -132,7 +132,7 @@ class Split(Algorithm[SplitState]):
 
     @property
     def engine(self) -> None:
-        """Users train through the cut, not by the engine."""
+        """None: users train through the cut, not by the engine."""
         return None
 
     def init(self, seed: int) -> SplitState:
@@ -140,7 +140,7 @@ class Split(Algorithm[SplitState]):
         return SplitState(self.clients.weights())
 
     def round(self, state: SplitState, number: int) -> tuple[SplitState, dict[str, Any]]:
-        """Every user of the round trains its part with the server."""
+        """Train every user of the round together with the server."""
         begin_work(round=number, config=self.means.config_hash)
         users = self.means.users
         users.set_round(number)
@@ -148,7 +148,7 @@ class Split(Algorithm[SplitState]):
         if self.means.options.variant == "splitfed":
             return self._at_once(state, members, number)
         order = stream(self.means.seed, "order of turns", number).permutation(len(members))
-        self.clients.model(state.weights)  # each turn goes on from what the last has left there
+        self.clients.model(state.weights)  # each turn starts from what the last one left there
         momentum, losses = state.momentum, torch.zeros(2, dtype=torch.float64)
         for images in users.read_all([members[place] for place in order]):
             kept = momentum if self.means.options.momentum == "handover" else {}
@@ -183,11 +183,10 @@ class Split(Algorithm[SplitState]):
         return SplitState(weights), _line(members, tally[1:])
 
     def _train(self, images: UserImages, number: int, momentum: Weights) -> tuple[Weights, Tensor]:
-        """A user's turn, from the weights in the model and this momentum.
+        """Train one user from the weights in the model and this momentum.
 
         Returns:
-            The momentum after it, and the sum of its batches' losses times their images with the number
-            of these, ``[2]``.
+            The momentum afterwards; and ``[2]``, the sum of losses over images and the number of images.
         """
         local = self.means.local_in(number)
         ends = [self._optimizer(part, local.local_learning_rate, momentum) for part in self.parts]
@@ -198,7 +197,7 @@ class Split(Algorithm[SplitState]):
         return dict(_momentum_of(self.parts, ends)), losses
 
     def _optimizer(self, part: Part, rate: float, momentum: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-        """A new one for the variables of a part."""
+        """A new optimiser for the variables of a part."""
         optimizer: torch.optim.Optimizer = self.means.model.new_local_optimizer(learning_rate=rate)
         own = {id(p) for p in part.parameters.values()}
         for group in optimizer.param_groups:
@@ -209,12 +208,10 @@ class Split(Algorithm[SplitState]):
         return optimizer
 
     def _step(self, batch: Batch, ends: Sequence[torch.optim.Optimizer]) -> float:
-        """Forward and back through all parts, of which the first is a client's, the next the server's, and
-        a third a client's; the batch's mean loss.
-        """
+        """Make a step of all parts: client, server and, for a third part, client. Returns the mean loss."""
         module = self.means.model.pytorch_model
         x, targets = module.prepare(*(tensor.to(module.mean.device) for tensor in batch))
-        if len(self.parts) == 2:  # else the loss is computed where the labels are
+        if len(self.parts) == 2:  # with three parts the loss is computed at the client
             targets = self.wire.send(targets, up=True)
         entering, leaving = [x], list[Tensor]()
         with dropping(batch[2].to(module.mean.device)):
@@ -256,8 +253,8 @@ class Split(Algorithm[SplitState]):
         return SplitState(of("weights/"), of("momentum/"))
 
     def bytes(self, state: SplitState) -> Traffic:
-        """Means over all users: of each image that is trained on, what crosses at every cut and the labels;
-        and once the client's weights (with their momentum, where it is handed over) down and up.
+        """Means over all users. For each trained image: the tensors at every cut, and the label where it is
+        sent. Once: the client's weights, with their momentum where it is handed over, down and up.
         """
         users, wire = self.means.users, Wire()
         with users.only(np.arange(users.num_users)):
@@ -273,7 +270,7 @@ class Split(Algorithm[SplitState]):
             for place, part in enumerate(self.parts[:-1]):
                 x = part(x)
                 wire.send(x, up=place == 0)
-                wire.send(x, up=place == 1)  # its gradient, which is of the same size
+                wire.send(x, up=place == 1)  # the gradient, which has the same size
         handed = sum(_size(p) for part in self.parts[::2] for p in part.parameters.values())
         handed *= 2 if state.momentum else 1
         return Traffic(*(round(passes * each) + handed for each in (wire.down, wire.up)))
@@ -290,7 +287,7 @@ def _momentum_of(
 
 
 def _line(members: Sequence[Member], losses: Tensor) -> dict[str, Any]:
-    """What ``metrics.jsonl`` says of a round, from the sum of losses and the number of images trained on."""
+    """The line of ``metrics.jsonl``; ``losses``: the sum of losses and the number of images trained on."""
     line = {"users": len(members), "images": sum(member.num_images for member in members)}
     total, passes = losses.tolist()
     return {**line, "train_loss": round(total / passes, 6)} if passes else line

@@ -1,9 +1,9 @@
-"""Rounds whose updates go to a file on disk, from which a rule makes one.
+"""Rounds whose updates are collected in a file on disk, to be combined by an aggregation rule.
 
-A user's row is its place in the cohort, so the result is the same on any number of workers: each worker
-writes its users' updates to a file of its own, then worker 0 gets them one after another, applies the rule,
-and sends the result to all. Nothing of a round is needed after it. A user without images sends nothing, and
-an update that is not finite is left out and counted.
+Each worker writes its users' updates to a file of its own. Worker 0 then receives them one after another,
+applies the rule, and sends the result to all. A user's row is its place in the cohort, so the result is the
+same on any number of workers. The file is not needed after the round. A user without images sends nothing. An
+update that is not finite is left out and counted.
 
 Letters: n users of a cohort, P numbers of an update.
 """
@@ -30,21 +30,21 @@ from pfl_ext.stage import Stage
 from pfl_ext.workers.distributed import current, is_main, tensors_from_main
 
 LEFT_OUT = StringMetricName("updates left out")
-"""The metric of a round: how many updates were not finite."""
+"""A round's metric: the number of updates that were not finite."""
 
 
 class SpooledRounds(Stage):
-    """The postprocessor before the weighting: it makes the round's update by a rule.
+    """The postprocessor before the weighting. It computes the round's update by a rule.
 
     Args:
-        rule: makes one update of many.
-        users: of the run.
+        rule: combines many updates into one.
+        users: the run's users.
         module: the network.
-        names: of the variables that are sent.
-        attackers: who may look at all other updates before they send theirs; None: nobody.
-        seed: of the run.
-        by_images: whether updates weigh by their users' images, for a rule that weighs them.
-        folder: on whose disk updates lie; None: that of temporary files.
+        names: the variables that are sent.
+        attackers: users who see all other updates before they send theirs; None: there are none.
+        seed: the run's seed.
+        by_images: whether an update's weight is its user's number of images, for a rule with weights.
+        folder: the folder for the updates' file; None: that of temporary files.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SpooledRounds(Stage):
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Put the update aside; nothing of it is in the sum."""
+        """Write the update to the file, and put empty tensors in its place into the sum."""
         images = user_context.num_datapoints
         if images:
             place = self._places[self._numbers[str(user_context.user_id)]]
@@ -93,7 +93,7 @@ class SpooledRounds(Stage):
     def postprocess_server(
         self, *, stats: MappedVectorStatistics, central_context: CentralContext, aggregate_metrics: Metrics
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """The rule's update, of weight 1, in place of the sum."""
+        """Replace the sum by the rule's update, with weight 1."""
         device = next(iter(stats.values())).device
         self._gather(device)
         found: dict[str, Tensor] = {}
@@ -108,7 +108,7 @@ class SpooledRounds(Stage):
         return stats, Metrics([(LEFT_OUT, Weighted.from_unweighted(float(found["left out"])))])
 
     def _gather(self, device: torch.device) -> None:
-        """With several workers, put the rows of all into worker 0's file."""
+        """With several workers, copy all rows into worker 0's file."""
         workers = current()
         if workers is None:
             return
@@ -121,10 +121,10 @@ class SpooledRounds(Stage):
                 self._spool.write(place, vector.float().cpu().numpy(), float(weight))
 
     def _one_update(self) -> tuple[Tensor, int]:
-        """``[P]`` float32, and how many updates were left out.
+        """The rule's update ``[P]`` float32, and the number of updates that were left out.
 
         Raises:
-            ValueError: when too few are left.
+            ValueError: when too few updates remain for the rule.
         """
         spool = self._spool
         if self._attackers is not None:

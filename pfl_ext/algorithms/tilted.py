@@ -5,15 +5,15 @@ With a weight p_i of each user (sum 1), the objective is
 
     R_t(x) = 1/t log sum_i p_i exp(t F_i(x)),
 
-FedAvg's for t to 0, the greatest user's loss for t to infinity, and for t < 0 one that gives way to the
-users who are already well served, so that users with wrong labels count less. Its gradient (Lemma 1) is the
-mean of the users' gradients with the weights
+It tends to FedAvg's for t to 0, and to the greatest user's loss for t to infinity. With t < 0 users with a
+low loss have more weight, and users with wrong labels less. Its gradient (Lemma 1) is the mean of the users'
+gradients with the weights
 
-    p_i exp(t F_i) / sum_j p_j exp(t F_j),
+    p_i exp(t F_i) / sum_j p_j exp(t F_j).
 
-with which here the updates of a round are averaged: `pfl_ext.algorithms.by_loss` with the tilt a_i = t F_i
-and no stretch. The sum in the denominator is over the round's cohort: for a part of the users, the weights
-are an estimate.
+Here the updates of a round are averaged with these weights: `pfl_ext.algorithms.by_loss` with the exponent
+a_i = t F_i and no stretch. The sum in the denominator is over the round's cohort, so the weights are
+estimates where the cohort is not all users.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class TiltedOptions:
-    """How much more users count whose loss is high."""
+    """How much more weight a higher loss gives."""
 
     tilt: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
-    """t, by which losses are multiplied in the exponent; 0: FedAvg; below 0, high losses count less."""
+    """t, the factor of a loss in the exponent. 0: FedAvg; below 0, high losses have less weight."""
 
 
 @register("tilted")

@@ -1,7 +1,7 @@
-"""Who sends its model to whom where users train without a server, and with what weights they are mixed.
+"""Graphs of users who train without a server, and the weights with which they mix their models.
 
-The graph of a round is a pure function of the run's seed and, where it varies, of the round. All graphs are
-connected (those with directions strongly), so that what one user knows reaches all others.
+A round's graph is a pure function of the run's seed and, where graphs vary, of the round. All graphs are
+connected (directed ones strongly), so that information from one user reaches all others.
 
 Letters: n users.
 """
@@ -19,23 +19,23 @@ FloatArray = npt.NDArray[np.float64]
 Undirected = Literal["ring", "torus", "erdos_renyi", "exponential", "star", "complete"]
 Directed = Literal["ring", "exponential", "random", "one_peer_exponential"]
 MOST_DRAWS = 1000
-"""Most draws of a random graph until it is connected."""
+"""Most draws of a random graph to find a connected one."""
 
 
 def undirected(kind: Undirected, n: int, rng: np.random.Generator, probability: float = 0.5) -> nx.Graph:
     """A connected graph of n users, without loops.
 
     Args:
-        kind: "ring"; "torus", a grid of a x b users that is closed on both sides, with a the largest divisor
-            of n of at most its root; "erdos_renyi", each pair joined with a probability, drawn until
+        kind: "ring"; "torus", a grid of a x b users that is closed in both directions, where a is the largest
+            divisor of n up to its root; "erdos_renyi", each pair joined with a probability, drawn until
             connected; "exponential", user i joined with those 1, 2, 4, 8, ... places on (Ying et al. 2021,
-            arXiv 2110.13363); "star", all joined with user 0; "complete", all with all.
-        n: users, numbered from 0.
-        rng: of the draws of "erdos_renyi".
-        probability: of "erdos_renyi".
+            arXiv 2110.13363); "star", all joined with user 0; "complete", all joined with all.
+        n: the number of users, who are numbered from 0.
+        rng: draws "erdos_renyi".
+        probability: the probability of an edge in "erdos_renyi".
 
     Raises:
-        ValueError: for a torus of a prime number of users, and a random graph that is never connected.
+        ValueError: for a torus of a prime number of users, or if no draw gave a connected graph.
     """
     if kind == "ring":
         graph = nx.cycle_graph(n)
@@ -65,16 +65,16 @@ def directed(
 
     Args:
         kind: "ring", each sends to the next; "exponential", to those 1, 2, 4, 8, ... places on; "random", to
-            as many others as ``out_degree`` says, drawn until strongly connected; "one_peer_exponential", to
-            one user, 1, 2, 4, 8, ... places on by turns of the rounds (Assran et al. 2019, arXiv 1811.10792),
-            so that the rounds of one turn together connect all.
-        n: users, numbered from 0.
-        rng: of the draws of "random".
-        out_degree: of "random".
-        number: of the round, for "one_peer_exponential".
+            ``out_degree`` others, drawn until strongly connected; "one_peer_exponential", to one user, which
+            is 1, 2, 4, 8, ... places on in successive rounds (Assran et al. 2019, arXiv 1811.10792), so that
+            the rounds of one cycle together connect all.
+        n: the number of users, who are numbered from 0.
+        rng: draws "random".
+        out_degree: the number of receivers of each user in "random".
+        number: the round, for "one_peer_exponential".
 
     Raises:
-        ValueError: for more receivers than there are, and a random graph that is never connected.
+        ValueError: for more receivers than other users, or if no draw gave a connected graph.
     """
     if kind == "random":
         if out_degree >= n:
@@ -126,7 +126,7 @@ def _random(n: int, out_degree: int, rng: np.random.Generator) -> nx.DiGraph:
 
 
 def _drawn(draw: Callable[[], nx.Graph], connected: Callable[[nx.Graph], bool], never: str) -> nx.Graph:
-    """The first connected one of the draws."""
+    """The first connected graph that is drawn."""
     for _ in range(MOST_DRAWS):
         graph = draw()
         if connected(graph):
@@ -142,8 +142,8 @@ def renumbered(graph: nx.Graph, rng: np.random.Generator) -> nx.Graph:
 def metropolis(graph: nx.Graph) -> FloatArray:
     """Metropolis weights (Xiao, Boyd and Kim 2007): symmetric, with rows and columns of sum 1.
 
-    ``W_ij = 1 / (1 + max(d_i, d_j))`` for neighbours i and j of degrees d, and ``W_ii`` what is left of 1,
-    which is above 0. So W = 1/n on a complete graph.
+    ``W_ij = 1 / (1 + max(d_i, d_j))`` for neighbours i and j with degrees d. ``W_ii`` is 1 minus the rest of
+    its row, which is above 0. On a complete graph W = 1/n.
 
     Returns:
         ``[n, n]``.
@@ -156,10 +156,10 @@ def metropolis(graph: nx.Graph) -> FloatArray:
 
 
 def shares(graph: nx.DiGraph) -> FloatArray:
-    """What each user makes of its model: equal parts, for its receivers and for itself; columns of sum 1.
+    """Weights of push-sum: a user divides its model equally among its receivers and itself.
 
     Returns:
-        ``[n, n]``: ``A_ij`` is the part of user j's model that user i gets.
+        ``[n, n]``: ``A_ij`` is the part of user j's model that user i gets. Columns have the sum 1.
     """
     parts = np.zeros((len(graph), len(graph)))
     for j in graph:

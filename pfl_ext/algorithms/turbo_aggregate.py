@@ -2,33 +2,33 @@
 Barrier in Secure Federated Learning", arXiv 2002.04156, Section IV): FedAvg whose sum goes from group to
 group.
 
-The U users of a round are put into L groups of N at random. Group 1 begins, each hands on to the next, and
-group L to group 1 again, which closes the circle. With q and its arithmetic in
+The U users of a round are divided at random into L groups of N. Group 1 begins, each group sends to the next,
+and group L sends to group 1, which closes the circle. With q and its arithmetic in
 `pfl_ext.algorithms.finite_field`, user i of group l
 
-* has a mask u_i, which the server gave to it alone, and draws r_ij with ``sum_j r_ij = 0`` over the users j
-  of group l + 1. Each j gets ``x_ij = x_i + u_i + r_ij``;
-* draws the polynomial f_i of degree below N with ``f_i(alpha_j) = x_ij``, and each j gets ``f_i(beta_j)``
-  besides, at a point of its own: the redundancy, coded as Lagrange;
-* holds a share s_i of the sum so far, the mean of the shares of group l - 1 plus what group l - 1's users
-  sent to it, ``s_i = mean_j s_j + sum_j x_ji``, and in the same way a coded share t_i at its
+* has a mask u_i, known only to itself and the server, and draws r_ij with ``sum_j r_ij = 0`` over the users j
+  of group l + 1. It sends ``x_ij = x_i + u_i + r_ij`` to each j;
+* computes the polynomial f_i of degree below N with ``f_i(alpha_j) = x_ij``, and sends ``f_i(beta_j)`` to
+  each j, at a point of j's own. This is the redundancy (Lagrange coding);
+* holds a share s_i of the sum so far. It is the mean of the shares of group l - 1 plus what the users of
+  group l - 1 sent to it, ``s_i = mean_j s_j + sum_j x_ji``. In the same way it holds a coded share t_i at its
   beta. It sends both to each user of group l + 1.
 
-The shares s of a group are values at alpha of one polynomial of degree below N, and the coded shares t its
-values at beta. So group l + 1 finds all of s from any N of these 2 N numbers: up to half of
-each group may be lost with no loss but their own updates. As the r cancel in the mean over a group,
-``mean_i s_i = sum x_j + u_j`` over all users who were not lost in the groups before. Group 1 sends the shares
-of the end to the server, which finds those that were lost, and takes away the masks of those who are left.
+The shares s of a group are the values at alpha of one polynomial of degree below N, and the coded shares t
+are its values at beta. So group l + 1 can compute all s from any N of these 2 N numbers: if up to half of
+each group is lost, only their own updates are missing. The r cancel in the mean over a group, so
+``mean_i s_i = sum x_j + u_j`` over all remaining users of earlier groups. Group 1 sends the final shares to
+the server, which completes them and subtracts the masks of the remaining users.
 
-What a deployment would protect: a user from all other users, by its mask u_i, which they do not know; and
-from the server with T colluding users of one group, by r: they see 2 T values of f_i, and with N > 2 T these
-fit with every x_i. So T is up to half of a group, and the groups are drawn in each round, so that colluders
-do not choose to be in one. The server and one user of group l together also learn the sum over all users of
-the groups before l - 1, so a group hides its users among each other. All follow the protocol, and users'
-messages to each other go through channels that nobody else reads. The server learns the sum over those left
-and the sum of their weights; what *that* says of one user is differential privacy's part.
+What a deployment would protect: the mask u_i hides a user's update from all other users. r hides it from the
+server together with T colluding users of one group: they see 2 T values of f_i, and with N > 2 T these fit
+every x_i. So T is up to half of a group, and groups are drawn in each round, so that colluders cannot choose
+to share one. The server and one user of group l together also learn the sum over all users of the groups
+before l - 1, so a user is hidden among those of its group. All parties are assumed to follow the protocol,
+and users' messages to each other to be secret. The server learns the sum over remaining users and the sum of
+their weights; what *that* reveals of one user is the task of differential privacy.
 
-A round whose sum cannot be found leaves the model as it is.
+A round whose sum cannot be computed leaves the model unchanged.
 
 Letters: P trained parameters, U users of a cohort, L groups, N users of a group, T colluding users.
 """
@@ -67,43 +67,43 @@ Place = int
 
 @dataclass(frozen=True, config=STRICT)
 class TurboOptions(SecureSumOptions):
-    """Also the groups."""
+    """`SecureSumOptions` and those of the groups."""
 
     group_size: Annotated[int, Field(ge=2)] = 5
-    """Least users of a group; there are as many groups as that allows, of sizes that differ by 1 at most."""
+    """Least size of a group. There are as many groups as it allows, and their sizes differ by at most 1."""
     lost_of: Literal["groups", "cohort"] = "groups"
-    """Where drop_out is drawn: the same share of each group, or of the cohort, where a group may lose more
-    than half of its users, and the round with them."""
+    """Whether drop_out is a share of each group, or of the cohort. In the latter case a group may lose more
+    than half of its users, which loses the round."""
 
 
 def points_of(size: int) -> tuple[list[int], list[int]]:
-    """alpha and beta of a group of so many users."""
+    """The points alpha and beta of a group of ``size`` users."""
     return list(range(1, size + 1)), list(range(size + 1, 2 * size + 1))
 
 
 def spread(masked: Elements, size: int) -> tuple[Elements, Elements]:
-    """What a user sends to the next group of N users because of its ``x + u``, ``[P + 1]``.
+    """The vectors that a user sends to the next group of N users for its ``x + u``, ``[P + 1]``.
 
     Returns:
-        ``x_ij`` and ``f_i(beta_j)``, each ``[N, P + 1]``. The mean of the first is ``x + u``; any 2 T < N of
-        these 2 N vectors are independent of it and uniform.
+        ``x_ij`` and ``f_i(beta_j)``, each ``[N, P + 1]``. The mean of the first is ``x + u``. Any 2 T < N of
+        these 2 N vectors are uniform and independent of it.
     """
     alpha, beta = points_of(size)
     values = np.empty((size, len(masked)), np.int64)
-    for row in values[:-1]:  # that all but one are uniform and the mean is fixed is the same as a uniform r
+    for row in values[:-1]:  # uniform rows, all but one, and a fixed mean: the same as a uniform r
         row[:] = fresh(len(masked))
     values[-1] = (size * masked - values[:-1].sum(0)) % PRIME
     return values, combine(lagrange(beta, alpha), values)
 
 
 def mean_of(shares: Elements) -> Elements:
-    """``[P + 1]``, the mean in the field of a group's shares ``[N, P + 1]``."""
+    """The mean ``[P + 1]``, in the field, of a group's shares ``[N, P + 1]``."""
     mean: Elements = shares.sum(0) % PRIME * inverse(len(shares)) % PRIME
     return mean
 
 
 def completed(group: Sequence[Place], held: Mapping[Place, tuple[Elements, Elements]]) -> Elements:
-    """All N shares ``[N, P + 1]`` of a group, from what those of it who are left hold: s and t each.
+    """All N shares ``[N, P + 1]`` of a group, from the s and t of its remaining users.
 
     Raises:
         SumLost: when more than half of the group is lost.
@@ -126,10 +126,10 @@ def completed(group: Sequence[Place], held: Mapping[Place, tuple[Elements, Eleme
 
 @plain_dataclass
 class Incoming:
-    """What the users of a group have got from the group before, by place."""
+    """What the users of a group received from the group before, by place."""
 
     shares: dict[Place, tuple[Elements, Elements]] = field(default_factory=dict)
-    """s and t of each user of the group before who is left."""
+    """s and t of each remaining user of the group before."""
     parts: dict[Place, list[tuple[Elements, Elements]]] = field(default_factory=dict)
     """For each user of this group, ``x_ji`` and ``f_j(beta_i)`` of each user j of the group before."""
 
@@ -137,11 +137,11 @@ class Incoming:
 def circle_sum(
     vectors: Mapping[Place, Elements], groups: Sequence[Sequence[Place]], sent: Sent = unwatched
 ) -> Elements:
-    """The sum of the vectors of those who are left, by the whole protocol.
+    """The sum of the remaining users' vectors, by the whole protocol.
 
     Args:
-        vectors: ``[P + 1]`` of each user who is left. The others are lost once the server gave them masks.
-        groups: everybody's place, by group.
+        vectors: ``[P + 1]`` of each remaining user. The others are lost after the server gave them masks.
+        groups: the places of all users, by group.
         sent: is called with each message.
 
     Raises:
@@ -181,7 +181,7 @@ def _held(
     vectors: Mapping[Place, Elements],
     size: int,
 ) -> dict[Place, tuple[Elements, Elements]]:
-    """s and t ``[P + 1]`` of each user of a group who is left; zeros where nobody was before."""
+    """s and t ``[P + 1]`` of each remaining user of a group; zeros where no group was before."""
     so_far = mean_of(completed(before, incoming.shares)) if before else np.zeros(size, np.int64)
     held = {}
     for place in group:
@@ -196,13 +196,13 @@ def _held(
 
 @register("turbo_aggregate")
 class TurboAggregate(SecureSum):
-    """The protocol of groups in a circle."""
+    """FedAvg whose sum is passed around a circle of groups."""
 
     options: ClassVar[type] = TurboOptions
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Also refuse groups that are too small, and rounds that would all be lost.
+        """Refuse what `SecureSum` refuses, groups that are too small, and runs that would lose every round.
 
         Raises:
             ValueError: one line with the reason.
@@ -229,13 +229,13 @@ class TurboAggregate(SecureSum):
             )
 
     def groups(self, users: int, number: int) -> list[list[Place]]:
-        """The places of a cohort's users by group, drawn from the run's seed and the round."""
+        """The places of a cohort's users, by group, drawn from the run's seed and the round."""
         order = stream(self.means.seed, "groups of users", number).permutation(users)
         count = users // self.means.options.group_size
         return [part.tolist() for part in np.array_split(order, count)]
 
     def lost(self, users: int, number: int) -> list[int]:
-        """The users who are lost: the same share of each group, or some of the cohort."""
+        """The users who are lost: a share of each group, or of the whole cohort."""
         if self.means.options.lost_of == "cohort":
             return self.drawn(np.arange(users), number)
         groups = self.groups(users, number)
@@ -248,7 +248,7 @@ class TurboAggregate(SecureSum):
         return circle_sum(vectors, self.groups(users, number))
 
     def bytes(self, state: Any) -> Traffic:
-        """The mean over the users of what each gets and sends, to other users too, where nobody is lost."""
+        """The mean over users of what each receives and sends, also from and to users, if none is lost."""
         users, element = self.means.cohort_size, BYTES * self.elements
         sizes = [len(group) for group in self.groups(users, 0)]
         between = 0

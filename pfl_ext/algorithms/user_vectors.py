@@ -1,9 +1,9 @@
-"""One vector for each user, in one memory-mapped file that stays true to a run's checkpoints.
+"""One vector for each user, in one memory-mapped file that is always consistent with a run's checkpoints.
 
-A row of the file that the last checkpoint or the one before it counts on is never written again: a changed
-vector goes to another row, which is the user's from the end of the round on. The checkpoint says which row is
-whose and holds the SHA-256 of each (`UserVectors.tensors`). So a process may be killed between the file and
-the checkpoint, or in the middle of either: what the checkpoint names is still there.
+A row that one of the last two checkpoints refers to is never overwritten: a changed vector goes to another
+row, which becomes the user's at the end of the round. The checkpoint stores each user's row and the SHA-256
+of its content (`UserVectors.tensors`). So the process may be killed at any time, also between writing the
+file and the checkpoint: the rows that the checkpoint names are still there.
 
 Letters: U users, P numbers of a vector.
 """
@@ -30,15 +30,15 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class UserVectors:
-    """``[U, P]`` float32, absent until written; safe to use from several threads for different users.
+    """``[U, P]`` float32. A row is absent until written; threads may use different users at the same time.
 
-    `write` takes effect at `end_round`. Then, at a checkpoint: `tensors`, which goes into it, and `saved`
-    once it has its name. A process that goes on calls `load` first.
+    `write` takes effect at `end_round`. A checkpoint stores `tensors`; `saved` is called once it has its
+    final name. A process that resumes calls `load` first.
 
     Args:
         num_users: U.
         length: P.
-        path: of the file, little-endian float32; None: a temporary file without a name.
+        path: the file, little-endian float32; None: a temporary file without a name.
     """
 
     def __init__(self, num_users: int, length: int, path: Path | None = None) -> None:
@@ -58,17 +58,17 @@ class UserVectors:
         self._digests = np.zeros((num_users, 32), np.uint8)
         self._pending: dict[int, tuple[int, bytes]] = {}
         self._free: list[int] = []
-        self._count = 0  # rows that anything refers to lie below
+        self._count = 0  # all rows that are referred to lie below
         self._mapped = np.empty((0, length), np.float32)
         self._lock = threading.Lock()
 
     def read(self, user: int) -> FloatArray | None:
-        """The user's vector ``[P]`` at the end of the last round, a read-only view; None: never written."""
+        """A read-only view of the user's vector ``[P]`` at the end of the last round; None: never written."""
         row = int(self._now[user])
         return None if row < 0 else self._map()[row]
 
     def _map(self) -> FloatArray:
-        """The vectors in all rows of the file, mapped again where it has grown."""
+        """The file's rows, mapped again if the file has grown."""
         with self._lock:
             if len(self._mapped) < self._count:
                 rows = os.fstat(self._file).st_size // self._bytes
@@ -77,10 +77,10 @@ class UserVectors:
             return self._mapped
 
     def write(self, user: int, values: npt.ArrayLike) -> None:
-        """The user's vector ``[P]`` from the end of this round on.
+        """Set the user's vector ``[P]``, which `read` returns from the end of this round on.
 
         Raises:
-            OSError: when the disk is full, say; one clause with the path.
+            OSError: for example when the disk is full; one clause with the path.
         """
         content = np.ascontiguousarray(values, "<f4")
         assert content.shape == (self._length,)
@@ -99,7 +99,7 @@ class UserVectors:
         self._pending[user] = row, hashlib.sha256(content.data).digest()
 
     def end_round(self) -> None:
-        """What was written since the last call is what `read` gives from here on."""
+        """From here on, `read` returns what was written since the last call."""
         for user, (row, digest) in self._pending.items():
             self._now[user] = row
             self._digests[user] = np.frombuffer(digest, np.uint8)
@@ -113,7 +113,7 @@ class UserVectors:
         self._free = np.flatnonzero(~used)[::-1].tolist()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint between two rounds; the rows that they name are on the disk."""
+        """The tensors for a checkpoint between two rounds. The rows that they name are on the disk."""
         assert not self._pending, "between two rounds"
         with written(self._path):
             os.fsync(self._file)
@@ -121,12 +121,12 @@ class UserVectors:
         return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
     def saved(self) -> None:
-        """The checkpoint with the last `tensors` has taken its name."""
+        """Is called once the checkpoint with the last `tensors` has its final name."""
         self._before, self._last = self._last, self._now.copy()
         self._find_free()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's `tensors`.
+        """Restore from a checkpoint's `tensors`.
 
         Raises:
             ValueError: when the file does not hold the vectors that the checkpoint names.

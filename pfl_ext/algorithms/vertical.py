@@ -1,20 +1,20 @@
 """Vertical federated learning: parties hold different parts of the same images, and one has the labels.
 
-As in FedML's classical vertical learning (He et al. 2020, arXiv 2007.13518; section 2.4 of Yang et al. 2019,
-arXiv 1902.04885, for the setting). Party k has a network f_k for its part x_k of each image, and
-``U = sum_k f_k(x_k)`` are the outputs. For each batch every host sends its f_k(x_k) to the guest, who is the
-first party and has the labels; the guest computes the loss of U and sends ``dL/dU`` to every host; each party
-goes back through its own network and makes its own step, by ``local``. No image, label or weight is sent.
+This follows FedML's classical vertical learning (He et al. 2020, arXiv 2007.13518; for the setting see
+section 2.4 of Yang et al. 2019, arXiv 1902.04885). Party k has a network f_k for its part x_k of each image.
+The outputs are ``U = sum_k f_k(x_k)``. The first party is the guest and has the labels; the others are hosts.
+For each batch every host sends its f_k(x_k) to the guest. The guest computes the loss of U and sends
+``dL/dU`` to every host. Each party backpropagates through its own network and makes its own step, as
+``local`` says. No image, label or weight is sent.
 
-The parties are those of the network (``model.parties``: 2 halves or 4 quadrants). The users of the partition
-are no parties: they are groups of images that all parties know by number. A round is ``local.num_epochs``
-passes over the images of all users of the round's cohort together, in batches across users, so that with a
-cohort of all users it is a pass over all images. The order comes from (seed, round), which all
-parties know. Momentum begins at 0 in each round.
+The network has the parties (``model.parties``: 2 halves or 4 quadrants). The partition's users are not
+parties: they are groups of images that all parties know by number. A round makes ``local.num_epochs`` passes
+over the images of the cohort's users together, in batches across users. The order is drawn from (seed,
+round), which all parties know. Momentum begins at 0 in each round.
 
 A crop is the same for all parties of an image, so a party holds its part with a margin as wide as crops move.
-Flips and scaled crops, which would give a party pixels from all of another's part, are refused. What is sent
-is not protected: outputs and ``dL/dU`` tell hosts about labels. Parties are simulated in one process.
+Flips and scaled crops would give a party pixels from all of another's part, and are refused. What is sent is
+not protected: outputs and ``dL/dU`` reveal labels to hosts. The parties are simulated in one process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLOAT = 4
 
 @register("vertical")
 class Vertical(Algorithm[Weights]):
-    """Vertical federated learning; the state is all parties' weights."""
+    """Vertical federated learning. The state is the weights of all parties."""
 
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
@@ -58,10 +58,10 @@ class Vertical(Algorithm[Weights]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks without parties, and images of which a party would see another's pixels.
+        """Refuse networks without parties, and augmentation that would show a party another's pixels.
 
         Raises:
-            ValueError: in one line.
+            ValueError: one line with the reason.
         """
         users = setup.users
         if not isinstance(setup.module.backbone, PartyNetworks):
@@ -89,7 +89,7 @@ class Vertical(Algorithm[Weights]):
 
     @property
     def engine(self) -> None:
-        """Parties train by themselves, not by the engine."""
+        """None: parties train by themselves, not by the engine."""
         return None
 
     def init(self, seed: int) -> Weights:
@@ -119,7 +119,7 @@ class Vertical(Algorithm[Weights]):
         return range(len(self.parties.networks))
 
     def _optimizer(self, place: int, rate: float) -> torch.optim.Optimizer:
-        """A new one for the network of a party."""
+        """A new optimiser for the network of a party."""
         optimizer: torch.optim.Optimizer = self.means.model.new_local_optimizer(learning_rate=rate)
         own = {id(p) for p in self.parties.networks[place].parameters()}
         for group in optimizer.param_groups:
@@ -127,7 +127,7 @@ class Vertical(Algorithm[Weights]):
         return optimizer
 
     def _step(self, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> float:
-        """Forward at each party, the loss at the guest, and back at each party; the batch's mean loss."""
+        """Make a step of every party on a batch; returns the batch's mean loss, which the guest computes."""
         module = self.means.model.pytorch_model
         x, targets = module.prepare(*(tensor.to(module.mean.device) for tensor in batch))
         outputs = [network(part) for network, part in zip(self.parties.networks, self.parties.parts(x))]
@@ -157,7 +157,7 @@ class Vertical(Algorithm[Weights]):
         return {name: tensors[name].to(weight.device) for name, weight in state.items()}
 
     def bytes(self, state: Weights) -> Traffic:
-        """A host's traffic of a round, averaged over users: K numbers of each image and pass, up and down."""
+        """A host's traffic of a round, averaged over users: K numbers up and down for each image and pass."""
         users = self.means.users
         with users.only(np.arange(users.num_users)):
             members = users.members(users.num_users)

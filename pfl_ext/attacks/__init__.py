@@ -1,1 +1,1 @@
-"""What users do who want to harm a model, to try `pfl_ext.aggregation` with."""
+"""Simulated attacks of users who want to harm a model, for tests of `pfl_ext.aggregation`."""

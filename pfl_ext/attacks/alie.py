@@ -1,10 +1,10 @@
-"""ALIE: attackers who agree on an update that is as far from the honest mean as goes unnoticed
+"""ALIE: attackers agree on an update that is as far from the honest mean as remains unnoticed
 (Baruch et al. 2019, "A Little Is Enough: Circumventing Defenses For Distributed Learning", arXiv 1902.06156,
 Algorithm 3).
 
-All send ``mean - z deviation``, of each coordinate over the honest updates of the round. z is the normal
-quantile of ``(n - m - s) / (n - m)``, with ``s = floor(n / 2 + 1) - m`` honest users whom the attackers need
-on their side to be a majority: of n = 100 with m = 20, z = 0.286.
+All send ``mean - z deviation``, computed for each coordinate over the honest updates of the round. z is the
+normal quantile of ``(n - m - s) / (n - m)``. ``s = floor(n / 2 + 1) - m`` is the number of honest users that
+the attackers need for a majority. For n = 100 and m = 20, z = 0.286.
 
 Letters: n users of a round, m of them attackers.
 """
@@ -24,14 +24,14 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class ALIEOptions:
-    """How far."""
+    """The size of the deviation."""
 
     z: PositiveFloat | None = None
-    """Standard deviations from the honest mean; none: as many as the numbers of users allow."""
+    """z, in standard deviations from the honest mean; none: the largest that n and m allow."""
 
 
 def largest_z(n: int, m: int) -> float:
-    """z for m attackers among n users, less than half of them; 0 where no distance goes unnoticed."""
+    """z for m attackers among n users, m below n / 2; 0 where no distance would remain unnoticed."""
     supporters = max(n // 2 + 1 - m, 1)
     share = (n - m - supporters) / (n - m)
     return NormalDist().inv_cdf(share) if 0.5 < share < 1 else 0.0
@@ -45,7 +45,7 @@ class ALIE(Attack):
     colludes: ClassVar[bool] = True
 
     def collude(self, spool: Spool, honest: IntArray, bad: IntArray) -> None:
-        """Block by block."""
+        """Write the attackers' update, block by block."""
         if not len(bad) or not len(honest):
             return
         z = largest_z(len(honest) + len(bad), len(bad)) if self.chosen.z is None else self.chosen.z

@@ -1,8 +1,7 @@
-"""What every attack offers, the attacks by name, and who the attackers are.
+"""The interface of every attack, the attacks by name, and the choice of attackers.
 
 An attack is a class under ``@register("name")`` in this folder: ``attack.kind: name`` chooses it, and each
-field of its ``options`` is set as ``attack.options.FIELD``. Attacks are simulated, to see what a rule of
-aggregation is worth.
+field of its ``options`` is set as ``attack.options.FIELD``. Attacks are simulated, to test aggregation rules.
 
 Letters: U users, n users of a round, m of them attackers.
 """
@@ -28,47 +27,48 @@ from pfl_ext.registry import Registry
 from pfl_ext.stage import Stage
 
 HONEST = "honest"
-"""The name of no attack."""
+"""The name that stands for no attack."""
 BoolArray = npt.NDArray[np.bool_]
 
 
 class Attack:
-    """One attack with its options; this one is none."""
+    """Base of attacks, with its options. The base itself changes nothing."""
 
     options: ClassVar[type] = NoOptions
     """The frozen dataclass of its options."""
     colludes: ClassVar[bool] = False
-    """Whether attackers look at all honest updates of a round: `collude`."""
+    """Whether attackers see all honest updates of a round (`collude`)."""
 
     def __init__(self, options: Any) -> None:
         self.chosen = options
 
     def images(self, store: ImageStore, owned: BoolArray) -> ImageStore:
-        """The training images, where ``owned`` ``[N]`` says which belong to attackers.
+        """The training images after the attack; ``owned`` ``[N]`` marks those of attackers.
 
         Raises:
-            ValueError: for images that the attack knows nothing of.
+            ValueError: for annotations that the attack does not support.
         """
         return store
 
     def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
-        """What an attacker sends in place of its own update, tensor by tensor."""
+        """The update that an attacker sends in place of its own, tensor by tensor."""
         return list(update)
 
     def collude(self, spool: Spool, honest: IntArray, bad: IntArray) -> None:
-        """Overwrite the rows of attackers, having seen those of all others."""
+        """Overwrite the attackers' rows ``bad`` of a spool; the rows of all others can be read."""
 
 
 ATTACKS: Registry[type[Attack]] = Registry("pfl_ext.attacks", "attack.kind")
 """What ``attack.kind`` chooses by name."""
 register = ATTACKS.register
-"""Decorator of an attack's class."""
+"""Class decorator that registers an attack under a name."""
 register(HONEST)(Attack)
 
 
 def attackers(seed: int, num_users: int, share: float) -> BoolArray:
-    """``[U]``: who attacks, the same in every round: the nearest number to ``share`` of all users, those with
-    the least draws of (seed, user).
+    """``[U]``: which users attack, in every round. Their number is ``share`` of all users, rounded.
+
+    They are the users with the smallest draws, which are a function of (seed, user).
     """
     order = sorted(range(num_users), key=lambda user: derive(seed, "attacker", user))
     found = np.zeros(num_users, bool)
@@ -77,14 +77,14 @@ def attackers(seed: int, num_users: int, share: float) -> BoolArray:
 
 
 class Attackers(Stage):
-    """The attackers of a run; of pfl's postprocessors the first.
+    """The attackers of a run, as the first of pfl's postprocessors.
 
     Args:
-        attack: what they do.
-        users: of the run.
-        share: of them who attack.
-        names: of the variables that are sent.
-        seed: of the run.
+        attack: the attack.
+        users: the run's users.
+        share: the share of users who attack.
+        names: the variables that are sent.
+        seed: the run's seed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Attackers(Stage):
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """What the user sends."""
+        """Replace the update if the user is an attacker."""
         user = self._numbers.get(str(user_context.user_id))
         if user is not None and self._bad[user] and user_context.num_datapoints:
             own = [stats[name].detach() for name in self._names]

@@ -1,6 +1,6 @@
 """Attackers who train on wrong labels: class k becomes class K - 1 - k of K.
 
-Letters: N images, n of them that are read, K classes.
+Letters: N images, n of them are read, K classes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pfl_ext.data.federated_dataset import Annotations, ImageStore, IntArray
 
 
 class FlippedLabels:
-    """A store whose images have, where ``owned`` ``[N]`` says so, the labels in the opposite order."""
+    """A store in which the images marked in ``owned`` ``[N]`` have their labels in reverse order."""
 
     def __init__(self, store: ImageStore, owned: BoolArray) -> None:
         self._store, self._owned = store, owned
@@ -37,7 +37,7 @@ class FlippedLabels:
 
 @register("label_flip")
 class LabelFlip(Attack):
-    """Wrong labels; the update is what training on them gives."""
+    """Training on wrong labels; the update itself is not changed."""
 
     def images(self, store: ImageStore, owned: BoolArray) -> ImageStore:
         """The store with the attackers' labels ``[n, K]`` flipped.

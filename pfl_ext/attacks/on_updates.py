@@ -1,4 +1,4 @@
-"""Attackers who change their own update, knowing no other: its sign, its length, or all of it."""
+"""Attackers who change the sign, the length or all of their own update, without seeing others."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class SignFlipOptions:
-    """How far."""
+    """The size of the flipped update."""
 
     scale: PositiveFloat = 1.0
-    """The update is sent times minus this."""
+    """The update is multiplied by minus this."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class BoostOptions:
-    """How far."""
+    """The size of the update."""
 
     scale: PositiveFloat | None = None
-    """The update is sent times this; none: the users of the round, so that it replaces the mean."""
+    """The update is multiplied by this; none: by the number of users in the round, to replace the mean."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class GaussianOptions:
-    """How far."""
+    """The size of the noise."""
 
     scale: PositiveFloat = 1.0
-    """Standard deviation of the noise, over that of all numbers of the attacker's own update."""
+    """Standard deviation of the noise, relative to that of the numbers of the attacker's own update."""
 
 
 @register("sign_flip")
 class SignFlip(Attack):
-    """``-scale x``."""
+    """Sends ``-scale x``."""
 
     options: ClassVar[type] = SignFlipOptions
 
     def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
-        """The other way."""
+        """The update times ``-scale``."""
         return [-self.chosen.scale * tensor for tensor in update]
 
 
 @register("boost")
 class Boost(Attack):
-    """``scale x`` (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning", arXiv 1807.00459)."""
+    """Sends ``scale x`` (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning", arXiv 1807.00459)."""
 
     options: ClassVar[type] = BoostOptions
 
@@ -64,12 +64,12 @@ class Boost(Attack):
 
 @register("gaussian")
 class Gaussian(Attack):
-    """Noise as large as the update."""
+    """Sends noise whose size is relative to that of the update."""
 
     options: ClassVar[type] = GaussianOptions
 
     def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
-        """Independent normal numbers of mean 0."""
+        """Independent normal numbers with mean 0."""
         deviation = self.chosen.scale * float(torch.cat([t.double().reshape(-1) for t in update]).std())
         noise = [torch.from_numpy(rng.standard_normal(tuple(t.shape), dtype=np.float32)) for t in update]
         return [deviation * n.to(t.device, t.dtype) for n, t in zip(noise, update)]

@@ -1,1 +1,1 @@
-"""What an adversary finds out of private training: canaries, and lower bounds of epsilon."""
+"""Audits of private training: canaries, and the lower bounds of epsilon that they prove."""

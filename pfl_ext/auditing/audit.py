@@ -1,9 +1,9 @@
 """An audit of private training, and of the audit itself: ``python -m pfl_ext.auditing.audit``.
 
-The command prints which known defects are convicted at which claims of epsilon, with the lower bound
-of epsilon that was found. A defect is a mistake that private training could make, put on purpose into the
-functions that production calls; without one, nothing may be convicted. See `pfl_ext.auditing.bounds` for what
-is proved, and `pfl_ext.auditing.canaries` for how.
+The command prints which known defects are detected at which claims of epsilon, with the lower bound of
+epsilon that was found. A defect is a mistake that private training could make, put on purpose into the
+functions that production calls. Without a defect, nothing may be detected. See `pfl_ext.auditing.bounds` for
+what is proved, and `pfl_ext.auditing.canaries` for how.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CLAIMS = (0.5, 1.0, 2.0, 4.0, 8.0)
 COLUMNS = 2**15  # of each of four tensors: 131,072 canaries
 ROUNDS = 8
 SHARES: dict[Sampler, int] = {"poisson": 10, "fixed": 4, "cyclic": 4}
-"""One user in so many is in a cohort; in the circle, everyone takes part twice in all."""
+"""One user in this many is in a cohort. With the cyclic sampler every user takes part twice in all."""
 RUNS, RUN_ROUNDS = 300, 2
-"""Runs, and rounds of each, in the audits that need a run for each canary."""
+"""Number of runs, and of rounds in each, in the audits that need a run for each canary."""
 
 
 class LessNoise(PrivateMean):
@@ -85,7 +85,7 @@ class EachTensorClipped(PrivateMean):
     """Each of V tensors is clipped to the bound by itself, so that an update may be sqrt(V) bounds long."""
 
     def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
-        """What the engine calls."""
+        """See `PrivateMean`; the engine calls this."""
         columns = zip(names, squared_norms.unbind(1))
         parts = [PrivateMean.user_scales(self, [name], column[:, None]) for name, column in columns]
         return torch.cat([scales for scales, _ in parts], 1), parts[0][1]
@@ -93,7 +93,7 @@ class EachTensorClipped(PrivateMean):
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """What pfl's loop calls."""
+        """See `PrivateMean`; pfl's loop calls this."""
         clipped: dict[str, Tensor] = {}
         for name, tensor in stats.items():
             part = MappedVectorStatistics({name: tensor}, weight=stats.weight)
@@ -104,7 +104,7 @@ class EachTensorClipped(PrivateMean):
 
 
 class ClippedAfterAveraging(PrivateMean):
-    """Users' updates are added up as they are, and their mean is clipped."""
+    """Users' updates are added up without clipping, and their mean is clipped."""
 
     def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
         """Leave all updates as they are."""
@@ -155,7 +155,7 @@ class SameCohort(CanaryUsers):
 
 @dataclass(frozen=True)
 class Defect:
-    """A mistake, and where it is made."""
+    """A mistake, and the function in which it is made."""
 
     name: str
     mechanism: MakeMechanism = private_mean
@@ -163,7 +163,7 @@ class Defect:
     public: frozenset[str] = field(default_factory=frozenset)
     samplers: tuple[Sampler, ...] = ("poisson", "fixed", "cyclic")
     many_runs: bool = False
-    """Whether it shows in runs of few users only, each with one canary."""
+    """Whether it shows only in runs of few users with one canary each."""
     adaptive: bool = False
     """Whether it concerns the adaptive bound."""
 
@@ -220,7 +220,7 @@ def small_claim(epsilon: float, sampler: Sampler, adaptive: bool) -> Calibration
 
 
 def audit(game: Game, runs: int = 1, **options: Any) -> Finding:
-    """One run with many canaries; or several with secrets of their own, whose canaries count together."""
+    """One run with many canaries, or several runs with different secrets, whose canaries count together."""
     games = [replace(game, seed=game.seed + run) for run in range(runs)]
     parts = [one.trials(one.play()) for one in games]
     scores = {name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores}
@@ -229,10 +229,10 @@ def audit(game: Game, runs: int = 1, **options: Any) -> Finding:
 
 
 def audit_in_runs(game: Game, runs: int) -> Finding:
-    """Many runs, each with secrets of its own and a single canary, and one user besides who is always in.
+    """Many runs, each with its own secrets, a single canary, and one more user who is always in.
 
-    Attacks look for the canary's update, at how strong the noise is where nobody has anything, at the votes
-    on the bound, and at the canary's update and vote together as the likelihood ratio weighs them.
+    Attacks look for the canary's update, at the size of the noise where no user has anything, at the votes on
+    the bound, and at the canary's update and vote together, weighted by the likelihood ratio.
     """
     calibration = game.calibration
     joined, rows = [], []
@@ -251,7 +251,7 @@ def audit_in_runs(game: Game, runs: int) -> Finding:
     scores: dict[str, FloatArray] = {"likelihood": update, "little noise": quiet}
     if calibration.config.mechanism == "adaptive":
         std = calibration.config.indicator_std_fraction
-        step = 0.5 / calibration.executed.cohort_size  # by which one vote moves the fraction
+        step = 0.5 / calibration.executed.cohort_size  # one vote moves the fraction by this
         weighed = update / calibration.value_noise_multiplier**2 + votes * step / std**2
         scores |= {"votes": votes, "update and votes": weighed}
     claim = Claim(calibration.executed, calibration.num_rounds)
@@ -261,7 +261,7 @@ def audit_in_runs(game: Game, runs: int) -> Finding:
 def audit_defect(
     defect: Defect, epsilon: float, sampler: Sampler, *, columns: int = COLUMNS, runs: int = RUNS
 ) -> Finding:
-    """What is found against a defect at this claim, by 4 ``columns`` canaries or ``runs`` runs."""
+    """The finding about a defect at this claim, with 4 ``columns`` canaries or ``runs`` runs."""
     if not defect.many_runs:
         game = Game(claimed(epsilon, sampler, columns), Directions(columns))
     else:
@@ -272,7 +272,7 @@ def audit_defect(
 
 
 def table(sampler: Sampler, claims: Sequence[float], names: str = "") -> str:
-    """A Markdown table: for each defect and claim whether it is convicted, and the epsilon found."""
+    """A Markdown table: for each defect and claim whether it is detected, and the epsilon found."""
     lines = [
         f"| sampler {sampler}: defect | " + " | ".join(f"claim {claim:g}" for claim in claims) + " |",
         "|---|" + "---|" * len(claims),

@@ -1,29 +1,29 @@
 """What an attack proves about a mechanism: lower bounds of epsilon and mu that hold with high confidence.
 
-Every canary is a user who is in the data or not by a fair coin. An attack gives each canary a score; a score
-above a threshold is the guess "in". `find` compares the guesses with the coins and asks which noise, in the
-very system that is claimed (sampler, population, cohort, rounds), would have allowed so good an attack.
+A fair coin decides whether each canary, a user, is in the data. An attack gives each canary a score; a score
+above a threshold is the guess "in". `find` compares the guesses with the coins. It asks which noise, in the
+claimed system (sampler, population, cohort, rounds), would have allowed an attack of this quality.
 
-**What is tested** is the claimed privacy profile, delta as a function of epsilon, which is the same thing as
-a trade-off function f (Dong, Roth and Su 2019, arXiv 1905.02383): for every event E, with P and Q its
+**What is tested** is the claimed privacy profile, delta as a function of epsilon. It is equivalent to a
+trade-off function f (Dong, Roth and Su 2019, arXiv 1905.02383). For every event E, with P and Q its
 probabilities with and without one canary, ``P <= exp(epsilon) Q + delta(epsilon)`` for all epsilon at once,
-and the same with P and Q exchanged. One pair (epsilon, delta) alone is a far weaker claim. As Nasr et al.
-2023 (arXiv 2302.07956, Section 4) do for Gaussian and subsampled Gaussian mechanisms, the result is given as
-the epsilon, at the claimed delta, of the least private profile in the claim's own family that the attack does
-not refute; the family is the same system with less or more noise.
+and the same with P and Q exchanged. One pair (epsilon, delta) alone is a far weaker claim. The result is
+reported as Nasr et al. 2023 (arXiv 2302.07956, Section 4) do for Gaussian and subsampled Gaussian mechanisms.
+The claim's family is the same system with less or more noise. The result is the epsilon, at the claimed
+delta, of the least private profile in this family that the attack does not refute.
 
 **Two bounds, two assumptions.**
 
-* `Finding.epsilon`: canaries are independent trials. Then hits among those in and among those out are
-  binomial, and Clopper and Pearson's intervals (1934) bound both rates (Nasr et al. 2023, Section 3). The
-  assumption holds by construction where each canary has a run of its own. Canaries of one run are
-  independent where the noise on their axes is, which `pfl_ext.privacy.central` claims; a conviction then says
-  that the noise is not what is claimed, in its size or in this.
-* `Finding.epsilon_in_one_run`: no assumption beyond fair coins, by `refuted_in_one_run` (Mahloujifar, Melis
-  and Chaudhuri 2024, arXiv 2410.22235, who improve on Steinke, Nasr and Jagielski 2023, arXiv 2305.08846).
-  It must allow for mechanisms that rarely give away all canaries at once, and is therefore weaker.
+* `Finding.epsilon` assumes that canaries are independent trials. Then the numbers of hits, among those in and
+  among those out, are binomial, and Clopper and Pearson's intervals (1934) bound both rates (Nasr et al.
+  2023, Section 3). The assumption holds by construction where each canary has a run of its own. Canaries of
+  one run are independent if the noise on their axes is, which `pfl_ext.privacy.central` claims. A refutation
+  then means that either the size or the independence of the noise is not as claimed.
+* `Finding.epsilon_in_one_run` assumes nothing but fair coins, by `refuted_in_one_run` (Mahloujifar, Melis and
+  Chaudhuri 2024, arXiv 2410.22235, who improve on Steinke, Nasr and Jagielski 2023, arXiv 2305.08846). It
+  must allow for mechanisms that rarely reveal all canaries at once, and is therefore weaker.
 
-Several attacks are tried at several thresholds each; every one of them gets its equal part of the error
+Several attacks are tried, each at several thresholds. The error is divided equally among all of them
 (Bonferroni), so that a finding holds for all of them together.
 
 Letters: m canaries, E epsilons of a profile.
@@ -46,18 +46,18 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 CONFIDENCE = 0.999
-"""Probability with which a lower bound holds; an honest mechanism is convicted with at most the rest."""
+"""Probability with which a lower bound holds. A correct mechanism is refuted with at most 1 minus this."""
 STEP = 1.03
-"""Noise is compared in steps of this factor."""
+"""Amounts of noise are compared in steps of this factor."""
 FEWEST, MOST = -60, 60
-"""Steps from the claimed noise that are tried: 5.9 times as much to 5.9 times less."""
+"""Steps from the claimed noise that are tried: from 5.9 times as much to 5.9 times less."""
 EPSILONS = np.concatenate([np.linspace(0, 4, 81), np.linspace(4.25, 30, 104)])
 LEVELS = np.concatenate([np.linspace(0.04, 0.96, 17), [0.98, 0.99, 0.995, 0.998, 0.999]])
 """Quantiles of the scores that are tried as thresholds."""
 GUESSED = (0.002, 0.02)
 """Shares of the canaries that are tried as the number of guesses of the bound for one run."""
 PLACING = 16
-"""One canary in so many is for placing the thresholds."""
+"""One canary in this many is used to place the thresholds."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Profile:
         return most
 
     def least(self, probability: float) -> float:
-        """The smallest probability under the neighbour of an event that has this one: `most` inverted.
+        """The smallest probability under the neighbour of an event with this probability: `most` inverted.
 
-        Near 1 a large epsilon multiplies the rounding of ``1 - probability``, which is allowed for.
+        Near 1 a large epsilon multiplies the rounding error of ``1 - probability``; a margin covers this.
         """
         a = np.exp(EPSILONS)
         direct = ((probability - self.deltas) / a).max()
@@ -110,9 +110,9 @@ class Claim:
         return less.epsilon_after(self.rounds)
 
     def largest_refuted(self, refutes: Callable[[Profile], bool]) -> int | None:
-        """The most steps whose profile is refuted; None where not even `FEWEST` is.
+        """The most steps whose profile is refuted; None if not even that of `FEWEST` is.
 
-        ``refutes`` must hold for every profile with more noise than one that it holds for.
+        If ``refutes`` holds for a profile, it must hold for every profile with more noise.
         """
         tightest = self.system.noise_multiplier / (1.1 * NO_GUARANTEE_BELOW)
         low, high = FEWEST - 1, max(0, min(MOST, int(np.log(tightest) / np.log(STEP))))
@@ -136,19 +136,19 @@ class Trials:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an audit proves, with `CONFIDENCE`; each number is a lower bound of the mechanism's own."""
+    """What an audit proves, with `CONFIDENCE`. Each number is a lower bound of the mechanism's true one."""
 
     attack: str
     hits_in: float
-    """Share of canaries guessed "in" among those that are, at least."""
+    """Lower bound of the share of canaries guessed "in" among those that are in."""
     hits_out: float
-    """Share of canaries guessed "in" among those that are out, at most."""
+    """Upper bound of the share of canaries guessed "in" among those that are out."""
     claimed: float
     """Epsilon."""
     epsilon: float
-    """The lower bound at the claimed delta: see the module's text."""
+    """The lower bound of epsilon at the claimed delta; see the module's docstring."""
     mu: float
-    """No mu-GDP mechanism with a smaller mu has such rates, of any attack (Nasr et al. 2023, Section 4)."""
+    """No mu-GDP mechanism with a smaller mu allows such rates to any attack (Nasr et al. 2023, Section 4)."""
     convicted: bool
     """Whether the claimed profile is refuted, by `epsilon` or by `epsilon_in_one_run`."""
     epsilon_in_one_run: float | None = None
@@ -158,9 +158,9 @@ class Finding:
 def rates(
     hits_in: npt.ArrayLike, num_in: int, hits_out: npt.ArrayLike, num_out: int, confidence: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Lower bound of the rate among those in and upper bound among those out (Clopper and Pearson 1934).
+    """Lower bound of the rate among those in, and upper bound among those out (Clopper and Pearson 1934).
 
-    Both hold together with ``confidence``: each may fail with half of the rest.
+    Both hold together with ``confidence``: each may fail with probability ``(1 - confidence) / 2``.
     """
     x, y, slack = np.asarray(hits_in, np.float64), np.asarray(hits_out, np.float64), (1 - confidence) / 2
     low = np.where(x > 0, betaincinv(np.maximum(x, 1), num_in - x + 1, slack), 0.0)
@@ -169,21 +169,23 @@ def rates(
 
 
 def refuted_in_one_run(profile: Profile, canaries: int, guesses: int, correct: int, error: float) -> bool:
-    """Whether ``correct`` right guesses of ``guesses`` refute the profile, whatever depends on what.
+    """Whether ``correct`` right guesses of ``guesses`` refute the profile, without assuming independence.
 
-    Let each of m canaries be in by a fair coin of its own, let r of them be guessed, C rightly, and let f be
-    the profile's trade-off function and ``g = 1 - f`` (`Profile.most`). For any set T of numbers take canary
-    j, the others' coins fixed. The event "j is guessed in, and C in T" has, if j is in, a probability of at
-    most g of what it has if j is out, where the guess is wrong and C one less. The mean over j, coins and
-    both guesses, by the concavity of g, is (Mahloujifar et al. 2024, main theorem, two choices per canary)
+    Let a fair coin decide for each of m canaries whether it is in. Let r canaries be guessed, and C of these
+    rightly. Let f be the profile's trade-off function and ``g = 1 - f`` (`Profile.most`). Take any set T of
+    numbers and a canary j, with the others' coins fixed. If j is in, the event "j is guessed in, and C in T"
+    has a probability of at most g of its probability if j is out; then the guess is wrong and C one less. The
+    mean over j, coins and both guesses is, by the concavity of g (Mahloujifar et al. 2024, main theorem, two
+    choices per canary),
 
         ``sum_{i in T} (i / m) p_i  <=  g( sum_{i in T} ((r - i + 1) / m) p_{i-1} )``,  p_i = P(C = i).
 
-    With T all numbers from i on, ``a_i = sum_{k >= i} k p_k / m`` and ``b_i = sum_{k >= i} (r - k) p_k / m``
-    obey ``b_{i-1} >= g^-1(a_i)``. From ``P(C >= c) = error`` the least possible a and b follow downwards, as
-    in their algorithm: at c they are ``error c / m`` and ``error (r - c) / m``; then b_i is the larger of
-    b_{i+1} and ``g^-1(a_{i+1})``, and a_i grows by ``i / (r - i)`` of b's growth. Always ``a + b <= r / m``;
-    where the least exceed that, ``P(C >= c) < error``.
+    Let T be all numbers from i on, ``a_i = sum_{k >= i} k p_k / m`` and
+    ``b_i = sum_{k >= i} (r - k) p_k / m``. Then ``b_{i-1} >= g^-1(a_i)``. As in their algorithm, the least
+    possible a and b follow downwards from ``P(C >= c) = error``. At c they are ``error c / m`` and
+    ``error (r - c) / m``. Then b_i is the larger of b_{i+1} and ``g^-1(a_{i+1})``, and a_i grows by
+    ``i / (r - i)`` of b's growth. Since always ``a + b <= r / m``, it follows that ``P(C >= c) < error`` if
+    the least a and b exceed that.
     """
     a, b = error * correct / canaries, error * (guesses - correct) / canaries
     for i in range(correct - 1, -1, -1):
@@ -200,11 +202,11 @@ def find(
     """What these trials prove against the claim.
 
     Args:
-        claim: what is promised.
-        trials: at least a few hundred, for anything to be proved.
-        in_one_run: compute the bound without independence as well (some seconds). Each bound then gets half
-            of the error.
-        confidence: with which all of the finding holds.
+        claim: the claim to be tested.
+        trials: at least a few hundred are needed to prove anything.
+        in_one_run: whether to compute the bound without independence too (some seconds). Each bound then gets
+            half of the error.
+        confidence: the probability with which the whole finding holds.
     """
     error = (1 - confidence) / (2 if in_one_run else 1)
     attack, low, high = _rates_of_all(trials, error)
@@ -231,9 +233,9 @@ def find(
 
 
 def _rates_of_all(trials: Trials, error: float) -> tuple[list[str], FloatArray, FloatArray]:
-    """The bounds of `rates` for each attack and threshold, all of them together but for ``error``.
+    """The bounds of `rates` for each attack and threshold. All hold together, except with ``error``.
 
-    Thresholds are quantiles of the scores of one canary in `PLACING`; the others are counted.
+    Thresholds are quantiles of the scores of one canary in `PLACING`; guesses are counted on the others.
     """
     num = len(trials.joined)
     placing = np.zeros(num, bool)
@@ -250,7 +252,7 @@ def _rates_of_all(trials: Trials, error: float) -> tuple[list[str], FloatArray, 
 
 
 def _all_guesses(trials: Trials, error: float) -> Callable[[Profile], bool]:
-    """Whether a profile is refuted by guesses of any attack, of shares `GUESSED` of canaries, half "in"."""
+    """Whether a profile is refuted by an attack that guesses shares `GUESSED` of canaries, half "in"."""
     num, options = len(trials.joined), []
     for scores in trials.scores.values():
         order = np.argsort(scores, kind="stable")

@@ -1,13 +1,13 @@
-"""Canaries: users with known updates, sent through private training as it is, and what betrays them.
+"""Canaries: users with known updates that go through real private training, and attacks that detect them.
 
-A `Game` is one run of some rounds. Each canary is a user who is in the data or not by a fair coin, and whose
-update is as long as it may be along a direction of its own, orthogonal to all others'. Half of the canaries
-are axes of one tensor, the others are split evenly over all tensors, as clipping each tensor by itself treats
-the two differently. Everything but the users' training is what production calls: `FederatedImageDataset`
-draws the cohorts, `CentrallyEvaluatedBackend` runs the rounds and sums over workers, `private_mean` clips,
-adds noise and divides. Updates are made up and scaled by `PrivateMean.user_scales`, as `CohortEngine` scales
-them, so that 10^5 canaries and their rounds take a second. The tests play the same games through pfl's loop,
-and with `CohortEngine` on images of which each has the gradient of a canary.
+A `Game` is one run of some rounds. A fair coin decides whether each canary, a user, is in the data. Its
+update is as long as allowed, along a direction of its own that is orthogonal to all others. Half of the
+canaries have directions within one tensor, the others are spread evenly over all tensors, since clipping each
+tensor by itself would treat the two differently. Everything but the users' training is production code:
+`FederatedImageDataset` draws the cohorts, `CentrallyEvaluatedBackend` runs the rounds and sums over workers,
+and `private_mean` clips, adds noise and divides. Updates are synthetic, and `PrivateMean.user_scales` scales
+them as in `CohortEngine`, so that 10^5 canaries and their rounds take a second. The tests play the same games
+through pfl's loop, and with `CohortEngine` on images that have the gradients of canaries.
 
 The neighbouring relation is that of the sampler: a canary that is out is absent (poisson), sends nothing in
 its rounds (cyclic), or sends the opposite (fixed, where a user is replaced).
@@ -54,26 +54,26 @@ IntArray = npt.NDArray[np.int64]
 
 TENSORS = 4  # V, a power of two
 LONG = 50.0  # length of a canary's update, in bounds
-WHOLE = 0.999  # length of one that is not to be clipped: see `pfl_ext.privacy.mechanisms.MARGIN`
-PUBLIC_SEED = 7  # what stands in a run's config, and any attacker knows
+WHOLE = 0.999  # length that is not clipped, in bounds: see `pfl_ext.privacy.mechanisms.MARGIN`
+PUBLIC_SEED = 7  # the seed in a run's config, which any attacker knows
 
 
 @dataclass(frozen=True)
 class Directions:
     """The orthonormal directions of V K n canaries in V tensors ``[K, n]``.
 
-    Canary (v, k, i) has in the first half of the columns the direction ``h_k`` of the K labels, in tensor v
-    alone; in the others ``h_k`` in every tensor, with the signs of ``h_v``; h are rows of Hadamard matrices
-    over the square root of their size.
+    Canary (v, k, i) has the direction ``h_k`` over the K labels. For columns i of the first half it lies in
+    tensor v alone; for the others it lies in every tensor, with the signs of ``h_v``. The h are rows of
+    Hadamard matrices over the square root of their size.
     """
 
     columns: int  # n
     labels: int = 1  # K, a power of two
-    all_split: bool = False  # no canary keeps to one tensor
+    all_split: bool = False  # whether no canary lies in one tensor alone
 
     @property
     def whole(self) -> int:
-        """The columns whose canaries keep to one tensor: so many, from the first."""
+        """Number of columns, from the first, whose canaries lie in one tensor."""
         return 0 if self.all_split else self.columns // 2
 
     @property
@@ -125,12 +125,12 @@ class CanaryNetwork(nn.Module):
 
 
 class CanaryUsers(FederatedImageDataset):
-    """The users of a game: absent canaries are taken out of the cohorts that production draws."""
+    """The users of a game. Absent canaries are removed from the cohorts that production draws."""
 
     present: BoolArray  # [users]
 
     def drawn(self, cohort_size: int, round_number: int | None) -> IntArray:
-        """The cohort that production draws; what a defect of the sampler overrides."""
+        """The cohort that production draws. A defect of the sampler overrides this."""
         return super().cohort(cohort_size, round_number)
 
     def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
@@ -140,13 +140,13 @@ class CanaryUsers(FederatedImageDataset):
 
 
 class SyntheticEngine:
-    """Replaces `CohortEngine`: made-up updates, scaled as it scales them."""
+    """Replaces `CohortEngine`: synthetic updates, scaled as it scales real ones."""
 
     def __init__(self, game: Game) -> None:
         self._game = game
 
     def tasks(self, members: Sequence[Member], local: Any, scaling: Any = None) -> list[Task]:
-        """Some users each, so that workers can share them."""
+        """Tasks of some users each, so that workers can share them."""
         return [Task(tuple(members[i : i + 256]), True) for i in range(0, len(members), 256)]
 
     def train(
@@ -175,7 +175,7 @@ class SyntheticEngine:
         return CohortSum(update, len(users), len(users), tallies.sum(0))
 
     def take_losses(self) -> tuple[float, int]:
-        """Made-up updates have no loss."""
+        """Zeros: synthetic updates have no loss."""
         return 0.0, 0
 
 
@@ -184,14 +184,14 @@ NAMES = [f"backbone.parts.{v}.weight" for v in range(TENSORS)]
 
 @dataclass(frozen=True)
 class Release:
-    """What everybody sees of T rounds."""
+    """What is public about T rounds."""
 
     sums: FloatArray
-    """``[T, P]``: the noisy means times the expected cohort over the round's bound, along each direction."""
+    """``[T, P]``: each round's noisy mean, times the expected cohort over the bound, along each direction."""
     fractions: FloatArray
     """``[T]``: the noisy fraction of unclipped updates; zero where the bound is fixed."""
     drawn: BoolArray
-    """``[T, m]``: who was drawn for a round, in or not; not secret where the sampler is cyclic."""
+    """``[T, m]``: which canaries were drawn for a round, in or not. The cyclic sampler makes this public."""
 
 
 MakeMechanism = Callable[..., PrivateMean]
@@ -203,14 +203,14 @@ class Game:
 
     Args:
         calibration: the claim; its population is the canaries and the ``others``.
-        directions: of the canaries and the others.
-        others: users who are always in, after the canaries.
-        seed: of coins and secrets.
-        make_mechanism: `private_mean`, or one with a defect; it gets the calibration and ``noise_seed``.
-        users: the data set's class, or one with a defect.
-        public: which secrets are the public seed instead: "noise", "cohort".
-        length: of canaries' updates, in bounds.
-        rates: of local training and of the server.
+        directions: the directions of canaries and others.
+        others: number of users who are always in; they follow the canaries.
+        seed: draws coins and secrets.
+        make_mechanism: `private_mean` or a defect; it is called with the calibration and ``noise_seed``.
+        users: the class of the data set, or a defect.
+        public: the secrets that are replaced by the public seed: "noise", "cohort".
+        length: length of canaries' updates, in bounds.
+        rates: learning rates of local training and of the server.
     """
 
     calibration: Calibration
@@ -225,7 +225,7 @@ class Game:
 
     @property
     def canaries(self) -> int:
-        """How many, m."""
+        """m, the number of canaries."""
         return self.calibration.executed.population - self.others
 
     @property
@@ -239,7 +239,7 @@ class Game:
         return stream(self.seed, "canary coins").random(self.canaries) < 0.5
 
     def lengths(self, users: IntArray) -> FloatArray:
-        """Lengths of these users' updates, in bounds; negative where a canary is replaced by its opposite."""
+        """Lengths of these users' updates, in bounds; negative if a canary is replaced by its opposite."""
         signs = np.ones(self.canaries + self.others)
         if self.sampler == "fixed":
             signs[: self.canaries] = np.where(self.joined, 1.0, -1.0)
@@ -275,13 +275,13 @@ class Game:
         return _rounds(backend, self.algorithm(mechanism), model, mechanism, data, self)
 
     def store(self) -> Any:
-        """One image per user, which nobody reads: what trains on images overrides this and what follows."""
+        """One image per user, which is not read. Games on images override this and the next methods."""
         users = self.canaries + self.others
         ids = [str(user) for user in range(users)]
         return SimpleNamespace(user_ids=ids, user_offsets=np.arange(users + 1, dtype=np.int64), side=1)
 
     def classifier(self, side: int) -> ImageClassifier:
-        """What is trained on images of this side."""
+        """The model for images of this side."""
         gray, plain = [128 / 255] * 3, [1.0] * 3
         return ImageClassifier(self.network(), task=MultiLabel(), input_size=side, mean=gray, std=plain)
 
@@ -290,20 +290,20 @@ class Game:
         return CanaryNetwork(self.directions)
 
     def engine(self, network: ImageClassifier) -> Any:
-        """What replaces `CohortEngine`."""
+        """The replacement of `CohortEngine`."""
         return SyntheticEngine(self)
 
     def algorithm(self, mechanism: PrivateMean) -> Any:
-        """What the backend is asked to train by."""
+        """The algorithm that the backend runs."""
         return FederatedAveraging()
 
     def seen(self, model: PyTorchModel, mean: MappedVectorStatistics) -> FloatArray:
-        """``[P]``: a round's noisy mean along each direction. The model stays as it is, for all rounds."""
+        """``[P]``: a round's noisy mean along each direction. The model is not changed in any round."""
         tensors = torch.stack([mean[name].reshape(self.directions.shape[1:]) for name in NAMES])
         return self.directions.along(tensors.double().numpy())
 
     def trials(self, release: Release) -> Trials:
-        """The canaries' coins, and what each attack makes of the release."""
+        """The canaries' coins, and each attack's scores for the release."""
         public = release.sums - _public_noise(self.calibration, self.directions)
         scores = attacks(self, release) | {"public noise": public[:, : self.canaries].sum(0)}
         return Trials(self.joined, scores)
@@ -336,10 +336,10 @@ def _rounds(
 
 
 def attacks(game: Game, release: Release) -> dict[str, FloatArray]:
-    """Each attack's scores ``[m]``: what to look at in order to tell canaries that are in from the others.
+    """Each attack's scores ``[m]``, which should be high for canaries that are in.
 
-    The first is the best there is against the mechanism that is claimed (Neyman and Pearson): the likelihood
-    ratio, for known participations a matched filter. The others each look for a defect.
+    The first is the best attack on the claimed mechanism (Neyman and Pearson): the likelihood ratio, which is
+    a matched filter if participations are known. Each of the others looks for one defect.
     """
     m = game.canaries
     seen = release.sums[:, :m]
@@ -356,7 +356,7 @@ def attacks(game: Game, release: Release) -> dict[str, FloatArray]:
 
 
 def _likelihood(game: Game, release: Release) -> FloatArray:
-    """Log-likelihood ratio of in against out, up to increasing functions; from sums over the bound."""
+    """Log-likelihood ratio of in against out, up to increasing functions, from sums in units of the bound."""
     system, seen = game.calibration.executed, release.sums[:, : game.canaries]
     z = game.calibration.value_noise_multiplier * (
         system.cohort_size / game.calibration.simulated.cohort_size
@@ -388,7 +388,7 @@ def _public_cohorts(game: Game) -> BoolArray:
 
 @lru_cache(maxsize=4)
 def _public_noise(calibration: Calibration, directions: Directions) -> FloatArray:
-    """``[T, P]``: what a mechanism whose noise came from the public seed would have added, over the bound."""
+    """``[T, P]``: the noise, in bounds, that a mechanism would draw from the public seed."""
     mechanism, rows = private_mean(calibration, noise_seed=PUBLIC_SEED), []
     for r in range(calibration.num_rounds):
         bound = mechanism.clipping_bound

@@ -1,10 +1,10 @@
 """Canaries in the private training of a last layer on frozen features, each user with one image.
 
-The features are made wider by a column for each canary, in which all real users have zero. A canary has a
-number there and zeros elsewhere, so that its gradient lies in its own column of the weights, but for a share
-of one over that number that lies in the bias. Where in its column depends on what the layer gives for it,
-and that everybody knows who sees the model. The real users, the cohorts, the joined training of users with
-one row of features (`CohortEngine`), the clipping, the noise and the server's step are those of production.
+The features get one more column for each canary, in which all real users have zero. A canary has one number
+in its column and zeros elsewhere. So its gradient lies in its own column of the weights, except for a share
+of one over that number in the bias. Its direction within the column depends on the layer's output for it,
+which is known to anybody who sees the model. The real users, the cohorts, the joined training of users with
+one row of features (`CohortEngine`), the clipping, the noise and the server's step are production code.
 
 Letters: D features, m canaries, K outputs, n users that are read.
 """
@@ -32,11 +32,11 @@ from pfl_ext.tasks.single_label import SingleLabel
 
 
 class WideFeatures:
-    """A store of canaries, and after them of real users: a row each, ``[n, D + m]``.
+    """A store of canaries and then real users, with one row ``[D + m]`` each.
 
     Args:
         real: features of the real users, one row each.
-        others: how many of them.
+        others: number of real users.
         canaries: m.
         labels: K.
         length: the number in a canary's column.
@@ -60,7 +60,7 @@ class WideFeatures:
         return features, self.targets(rows)
 
     def targets(self, rows: IntArray) -> Annotations:
-        """One label each; that of canaries in turn."""
+        """One label for each row; canaries have the labels in turn."""
         canary = rows < self._canaries
         targets = self.labels(rows, self._labels)
         targets[~canary] = self._real.targets(rows[~canary] - self._canaries)
@@ -82,17 +82,17 @@ class HeadGame(Game):
     """
 
     directions: Directions = field(default_factory=partial(Directions, 0))
-    """Directions of the canaries' updates, none of which is fixed: see `seen`."""
+    """The shapes of the canaries' updates, whose directions are not fixed: see `seen`."""
     head: nn.Linear
     real: ImageStore
 
     @property
     def _length(self) -> float:
-        """What a canary has in its column."""
+        """The number that a canary has in its column."""
         return self.length * self.calibration.config.clipping_bound / self.rates[0]
 
     def store(self) -> WideFeatures:
-        """See `Game`. The fixed sampler would need canaries that send their opposite; no image does."""
+        """See `Game`. The fixed sampler would need canaries that send their opposite, which no image does."""
         assert self.sampler != "fixed"
         labels = self.head.out_features
         return WideFeatures(self.real, self.others, self.canaries, labels, self._length)
@@ -109,15 +109,15 @@ class HeadGame(Game):
         return FeatureClassifier(whole, "0", wide.in_features)
 
     def engine(self, network: ImageClassifier) -> CohortEngine:
-        """The one of production."""
+        """The engine of production."""
         return CohortEngine(network)
 
     def seen(self, model: PyTorchModel, mean: MappedVectorStatistics) -> FloatArray:
-        """``[2 m + 1]`` of a round's noisy mean, after which the server makes its step.
+        """``[2 m + 1]`` numbers of a round's noisy mean, after which the server makes its step.
 
-        First along each canary's update, which points against its gradient at the model that was sent out for
-        this round; then along its update at a model that knows nothing, the same in all rounds; last the bias
-        along the first canary's update.
+        The first m are along each canary's update at the model of this round. The next m are along its update
+        at an untrained model, which is the same in all rounds. The last is the bias along the first canary's
+        update.
         """
         network, width = model.pytorch_model, self.head.in_features
         layer = network.trained_part
@@ -137,7 +137,7 @@ class HeadGame(Game):
     def trials(self, release: Release) -> Trials:
         """See `Game`. Rounds are compared with each other along the direction that is the same in all.
 
-        The bias is looked at where there is a single canary: among many, one user's is nothing.
+        The bias is used only with a single canary; among many, one user's bias does not show.
         """
         same = replace(release, sums=release.sums[:, self.canaries :])
         outliers = "outliers among rounds"
@@ -148,7 +148,7 @@ class HeadGame(Game):
 
 
 class ClippedTogether(PrivateMean):
-    """Users who are trained as one batch are clipped as one: all by the root of their mean squared norm."""
+    """Users trained as one batch are clipped together, by the root of their mean squared norm."""
 
     def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
         """What the engine calls."""
@@ -156,7 +156,7 @@ class ClippedTogether(PrivateMean):
 
 
 class BiasNotClipped(PrivateMean):
-    """The bias counts for nothing in the norm, and is sent as it is."""
+    """The bias is left out of the norm, and sent without clipping."""
 
     def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
         """What the engine calls."""

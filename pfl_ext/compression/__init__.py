@@ -1,1 +1,1 @@
-"""Updates made small on their way to the server, with their bytes counted."""
+"""Compression of updates on their way to the server, and the sizes of messages."""

@@ -1,12 +1,11 @@
-"""What every kind of compression offers, and the kinds by name.
+"""The interface of every kind of compression, and the kinds by name.
 
 A kind is a class under ``@register("name")`` in this folder: ``compression.kind: name`` chooses it, and each
 field of its ``options`` is set as ``compression.options.FIELD``.
 
-Compression is simulated: an update is replaced by what the server would decode, and the bytes of the message
-are counted by a formula of shapes and options alone. Nothing is counted that depends on the values, as the
-length of an entropy code would: such a length would tell of a user's images, and no privacy mechanism here
-covers it.
+Compression is simulated: an update is replaced by what the server would decode. The bytes of a message are
+computed from shapes and options alone. They never depend on the values, as the length of an entropy code
+would: such a length would reveal something about a user's images, and no privacy mechanism here covers it.
 
 Letters: d numbers of an update in L tensors.
 """
@@ -27,42 +26,42 @@ from pfl_ext.configs import STRICT, NoOptions
 from pfl_ext.registry import Registry
 
 FLOAT = 4
-"""Bytes of a number in float32, and of a place among fewer than 2^32."""
+"""Bytes of a float32 number, and of a position among fewer than 2^32."""
 PLAIN = "float32"
-"""The kind that changes nothing."""
+"""Name of the kind that changes nothing."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class FeedbackOptions:
-    """What every kind has that is biased, and needs to send later what it has left out.
+    """Options of every biased kind, which must send later what it has left out.
 
-    With error feedback a user sends ``C(x + e)`` and keeps ``e <- x + e - C(x + e)``, e being 0 at first
+    With error feedback a user sends ``C(x + e)`` and keeps ``e <- x + e - C(x + e)``, with e = 0 at first
     (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv
     1901.09847, Algorithm 2). e is as large as the update, and is kept on disk for each user.
     """
 
     error_feedback: bool = True
-    """Users keep what a message left out, and add it to their next update; needs disk for each user."""
+    """Whether users keep what a message left out and add it to the next update; needs disk for each user."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for what users keep; rows that the last two checkpoints name are kept besides."""
+    """Most disk, in GB, for what users keep, without old rows that the last two checkpoints still need."""
 
 
 class Compressor(ABC):
-    """One kind of compression with its options."""
+    """A kind of compression with its options."""
 
     options: ClassVar[type] = NoOptions
-    """The frozen dataclass of its options; a `FeedbackOptions` for what contracts an update's error."""
+    """The frozen dataclass of its options; a `FeedbackOptions` for a kind that can have error feedback."""
 
     def __init__(self, options: Any) -> None:
         self.chosen = options
 
     @abstractmethod
     def decoded(self, update: Sequence[Tensor], rng: np.random.Generator) -> list[Tensor]:
-        """What the server reads from a message.
+        """The update as the server decodes it from a message.
 
         Args:
-            update: L finite float32 tensors, which are left as they are.
-            rng: of this user in this round; what the server needs of it, both draw from the shared seed.
+            update: L finite float32 tensors, which are not changed.
+            rng: this user's generator in this round; user and server both draw it from the shared seed.
 
         Returns:
             Tensors of the same shapes; new ones, or those of the update.
@@ -70,17 +69,17 @@ class Compressor(ABC):
 
     @abstractmethod
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        """Bytes of a message, whatever the values."""
+        """Bytes of a message, which do not depend on its values."""
 
 
 COMPRESSORS: Registry[type[Compressor]] = Registry("pfl_ext.compression", "compression.kind")
 """What ``compression.kind`` chooses by name."""
 register = COMPRESSORS.register
-"""Decorator of a kind's class."""
+"""Class decorator that registers a kind under a name."""
 
 
 def count(shapes: Sequence[torch.Size]) -> int:
-    """d."""
+    """d, the number of numbers in an update."""
     return sum(shape.numel() for shape in shapes)
 
 
@@ -89,7 +88,7 @@ class Float32(Compressor):
     """No compression: four bytes a number."""
 
     def decoded(self, update: Sequence[Tensor], rng: np.random.Generator) -> list[Tensor]:
-        """The update."""
+        """The update itself."""
         return list(update)
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:

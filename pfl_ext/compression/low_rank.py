@@ -28,17 +28,17 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class LowRankOptions(FeedbackOptions):
-    """How fine it is."""
+    """Rank and accuracy of the factors."""
 
     rank: PositiveInt = 2
-    """Columns of the two factors; a matrix that is no larger than its factors is sent as it is."""
+    """r, the columns of the two factors; a matrix that is no larger than its factors is sent as it is."""
     iterations: PositiveInt = 2
     """Steps of subspace iteration from a random start."""
 
 
 @register("low_rank")
 class LowRank(Compressor):
-    """Two factors for each matrix that they make smaller, all other numbers as they are."""
+    """Sends two factors for each matrix if they are smaller, and all other numbers as they are."""
 
     options: ClassVar[type] = LowRankOptions
 
@@ -49,7 +49,7 @@ class LowRank(Compressor):
         return (n, m) if self.chosen.rank * (n + m) < n * m else None
 
     def decoded(self, update: Sequence[Tensor], rng: np.random.Generator) -> list[Tensor]:
-        """Each matrix projected."""
+        """The update with each matrix replaced by its projection."""
         every = [(tensor, self._dims(tensor.shape)) for tensor in update]
         return [tensor if dims is None else self._projected(tensor, dims, rng) for tensor, dims in every]
 

@@ -1,13 +1,13 @@
 """Updates of few bits a number: evenly spaced levels with stochastic rounding, or signs.
 
 Uniform levels (Suresh et al. 2017, "Distributed Mean Estimation with Limited Communication", arXiv
-1611.00429, section 2.2): of each tensor the least and the greatest value are sent, and for every number one
-of ``2^b`` levels between them. A number between two levels takes the upper one with the probability that
-makes its mean the number itself.
+1611.00429, section 2.2): for each tensor the least and the greatest value are sent, and for every number one
+of ``2^b`` levels between them. A number between two levels is rounded up with the probability that makes the
+result unbiased.
 
 Signs (Bernstein et al. 2018, "signSGD", arXiv 1802.04434; scaled as by Karimireddy et al. 2019, arXiv
-1901.09847, section 4): of each tensor the mean magnitude, and for every number its sign. Biased, so with
-error feedback.
+1901.09847, section 4): for each tensor the mean magnitude is sent, and for every number its sign. This is
+biased, so it has error feedback.
 
 Letters: d numbers of an update in L tensors, b bits.
 """
@@ -29,7 +29,7 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class UniformOptions:
-    """How fine it is."""
+    """The number of levels."""
 
     bits: Annotated[int, Field(ge=1, le=32)] = 8
     """Bits of a number."""
@@ -47,7 +47,7 @@ class Uniform(Compressor):
         return 2.0**bits - 1
 
     def decoded(self, update: Sequence[Tensor], rng: np.random.Generator) -> list[Tensor]:
-        """The level below or above each number, at random, without bias; float64 within."""
+        """Each number rounded at random to the level below or above, without bias; computed in float64."""
         return [self._rounded(tensor, rng) for tensor in update]
 
     def _rounded(self, tensor: Tensor, rng: np.random.Generator) -> Tensor:
@@ -74,7 +74,7 @@ class Sign(Compressor):
     options: ClassVar[type] = FeedbackOptions
 
     def decoded(self, update: Sequence[Tensor], rng: np.random.Generator) -> list[Tensor]:
-        """Two values in each tensor."""
+        """Each tensor's mean magnitude, with the signs of its numbers."""
         means = [tensor.double().abs().mean().to(tensor.dtype) for tensor in update]
         return [torch.where(tensor >= 0, mean, -mean) for tensor, mean in zip(update, means)]
 

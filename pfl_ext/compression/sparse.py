@@ -1,8 +1,8 @@
 """Sparse updates: the k numbers of greatest magnitude, or k at random.
 
 Top-k (Stich et al. 2018, "Sparsified SGD with Memory", arXiv 1809.07599, definition 2.1) is biased and needs
-its error feedback. Random-k is scaled by ``d / k``, so that its mean over draws is the update, with a
-variance of ``(d / k - 1) |x|^2``; its places follow from a seed that server and user share, and are not sent.
+error feedback. Random-k is scaled by ``d / k``, so that its mean over draws is the update, with a variance of
+``(d / k - 1) |x|^2``. Its positions follow from a seed that server and user share, and are not sent.
 
 Letters: d numbers of an update, k of them that are sent.
 """
@@ -22,7 +22,7 @@ from pfl_ext.compression.compressor import FLOAT, Compressor, FeedbackOptions, c
 from pfl_ext.configs import STRICT
 
 Share = Annotated[float, Field(gt=0, le=1)]
-"""Above 0, at most 1."""
+"""A number above 0 and at most 1."""
 SEED = 8
 """Bytes of a seed."""
 
@@ -66,8 +66,8 @@ class TopK(Compressor):
         return _like(torch.zeros_like(flat).index_copy_(0, places, flat[places]), update)
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        """k numbers and their places: a number of four bytes for each, or a map of d bits, which is shorter
-        from ``k > d / 32`` on; nothing where all numbers are sent."""
+        """k numbers and their positions. A position has four bytes, or all together are a map of d bits,
+        which is shorter for ``k > d / 32``. If all numbers are sent, no positions are."""
         d = count(shapes)
         k = kept(self.chosen.share, d)
         return FLOAT * k + (0 if k == d else min(FLOAT * k, -(-d // 8)))
@@ -87,5 +87,5 @@ class RandomK(Compressor):
         return _like(torch.zeros_like(flat).index_copy_(0, places, flat[places] * (len(flat) / k)), update)
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        """k numbers, and the seed of their places."""
+        """k numbers, and the seed of their positions."""
         return FLOAT * kept(self.chosen.share, count(shapes)) + SEED

@@ -1,8 +1,8 @@
-"""Training images with a few augmented views each: a view is a crop and flips that stay as they were drawn.
+"""Training images with a few augmented views each. A view is a crop with flips that is drawn once.
 
-What frozen layers give for a view can be computed once. The crop and the flips of a view are a function of
-the seed, the image's row and the view's number. Each time that an image is trained on, one of its views is
-drawn, from the generator from which a new crop would be drawn.
+So the output of frozen layers for a view can be computed once. The crop and flips of a view are a function of
+the seed, the image's row and the view's number. Whenever an image is trained on, one of its views is drawn,
+from the generator that would otherwise draw a new crop.
 
 Shape letters: n rows, D features of an image.
 """
@@ -30,14 +30,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AugmentedViews:
-    """The views of some images, where a store gives these in the place of images."""
+    """The views of some images, which a store returns in the place of images."""
 
     rows: IntArray
-    """``[n]``."""
+    """The images' rows ``[n]``."""
     num_views: int
     """Number of views of each row."""
     read: Callable[[IntArray, IntArray], FloatArray]
-    """``[n, D]`` of rows and the number of a view of each, from any thread."""
+    """Returns features ``[n, D]`` for rows and a view's number of each; safe in any thread."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,7 +47,7 @@ class AugmentedViews:
         return AugmentedViews(self.rows[places], self.num_views, self.read)
 
     def drawn(self, rng: np.random.Generator) -> FloatArray:
-        """``[n, D]``: one view of each row, all as likely, independently of each other."""
+        """``[n, D]``: one view of each row, drawn uniformly and independently."""
         return self.read(self.rows, self.draw(rng, len(self.rows)))
 
     def draw(self, rng: np.random.Generator, n: int) -> IntArray:
@@ -64,15 +64,15 @@ def crops_of_view(
     input_size: int,
     augment: AugmentConfig,
 ) -> FloatArray:
-    """The crops and flips of one view of some images, ``[n, 6]`` as `draw_crops` gives them.
+    """The crops and flips of one view of some images, ``[n, 6]`` as from `draw_crops`.
 
     Args:
-        seed: of the run.
-        split: in which the images are.
-        rows: of the images, in this split of the data file.
-        view: its number.
-        image_size: of the stored images.
-        input_size: of the network.
+        seed: the run's seed.
+        split: the split of the images.
+        rows: the images' rows in this split of the data file.
+        view: the number of the view.
+        image_size: side of the stored images, in pixels.
+        input_size: side of the network's input, in pixels.
         augment: how crops and flips are drawn.
     """
     crops = np.empty((len(rows), CROP_COLUMNS), np.float32)
@@ -88,7 +88,7 @@ def augmented(
     input_size: int,
     augment: AugmentConfig,
 ) -> tuple[npt.NDArray[Any], FloatArray]:
-    """What a step is fed: images with new crops, or the features of one view of each, with zeros."""
+    """The input of a step: images with new crops, or the features of one view of each image with zeros."""
     if isinstance(images, AugmentedViews):
         return images.drawn(rng), np.zeros((len(images), CROP_COLUMNS), np.float32)
     return images, draw_crops_of(images, rng, input_size, augment)

@@ -36,7 +36,7 @@ from pfl_ext.randomness import seed32, stream
 
 
 class ImageStore(Protocol):
-    """What a store of one split must offer; rows are images, a user's rows are contiguous."""
+    """The interface of a store of one split. Rows are images, and a user's rows are contiguous."""
 
     @property
     def user_ids(self) -> Sequence[str]:
@@ -56,12 +56,12 @@ class ImageStore(Protocol):
         ...
 
     def targets(self, rows: IntArray) -> Annotations:
-        """The annotations of `read` without the images."""
+        """The annotations that `read` returns, without the images."""
         ...
 
 
 Reweighting = Callable[[Annotations, Annotations], npt.NDArray[np.float32]]
-"""Weights a user's targets that take part ``[n, K]``, given all ``[N, K]``: `pfl_ext.algorithms.fedir`."""
+"""Weights the targets ``[n, K]`` of a user's images in a round, given those of all its images ``[N, K]``."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def natural_partition(store: ImageStore) -> Partition:
 
 
 def iid_partition(store: ImageStore, seed: int) -> Partition:
-    """The partition of all images among the same number of users, at random and in equal shares.
+    """A random partition of all images among the same number of users, in equal shares.
 
-    Sizes are the floor and the ceiling of the real mean (8.35 in FLAIR), and every image is used once,
-    so that IID against non-IID compares the split and nothing else; pfl-research's FLAIR-IID gives each
-    user 50 images, six times the data.
+    Sizes are the floor and the ceiling of the real mean (8.35 in FLAIR), and every image is used once. So a
+    comparison of IID with non-IID compares only the split. pfl-research's FLAIR-IID gives each user 50
+    images, six times the data.
     """
     natural = natural_partition(store)
     num_users, num_images = len(natural.user_ids), len(natural.rows)
@@ -104,15 +104,15 @@ def iid_partition(store: ImageStore, seed: int) -> Partition:
 
 @dataclass(frozen=True)
 class Member:
-    """A place in a cohort: the user, which of its turns in this round it is (0 unless replaced), its work."""
+    """A place in a cohort: the user, its turn in this round (above 0 only with replacement), and its work."""
 
     user: int
     turn: int
     num_images: int
-    """Number of its images that take part in this round."""
+    """Number of the user's images that take part in this round."""
     num_steps: int
     num_passes: int
-    """Images of all steps together."""
+    """Number of images in all steps together."""
 
 
 Sampler = Literal["fixed", "replacement", "poisson", "cyclic", "proportional", "proportional_replacement"]
@@ -121,22 +121,20 @@ Sampler = Literal["fixed", "replacement", "poisson", "cyclic", "proportional", "
 class FederatedImageDataset(FederatedDataset):
     """A pfl ``FederatedDataset`` over an `ImageStore`.
 
-    The cohort of a round, the images that a heavy user brings, their order and their crops depend on
-    (seed, round, user) alone. ``sampler``: "fixed" draws as many users as asked for without replacement (the
-    paper), "replacement" with (pfl-research), "poisson" each user independently, so that the
-    size varies, and a worker left without users gets one without images, as pfl needs a user to sum over;
-    "cyclic" takes the next users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws users
-    one after another from those left, with probabilities proportional to their images (so a user of more than
-    1 / cohort_size of them all comes less often than that); "proportional_replacement" from all, whose plain
-    mean of updates is without bias, and who comes twice brings two samples. Users of one size make them
-    "fixed" and "replacement".
-    ``reweight``: weights in the targets, as FedIR's. ``collate``: the task's, for annotations that are no
-    plain arrays.
-    ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
-    ``noise_seed``: the secret from which come the seeds that pfl gives to its own mechanisms (pfl keeps 32
-    bits of each). Where it is None they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these
-    mechanisms, because anybody who knows ``seed`` could subtract their noise.
-    Reading runs ahead on ``threads`` threads.
+    The cohort of a round, the images that a user with many brings, their order and their crops depend on
+    (seed, round, user) alone. ``sampler``: "fixed" draws a number of users without replacement, "replacement"
+    with replacement (pfl-research). "poisson" draws each user independently, so the size varies; a worker
+    without users then gets one without images, since pfl needs a user to sum over. "cyclic" takes the next
+    users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws one user after another from
+    those left, with probabilities proportional to their images (so a user with more than 1 / cohort_size of
+    all images comes less often than that). "proportional_replacement" draws from all users: the plain mean of
+    updates is then unbiased, and a user that comes twice brings two samples. If all users have the same size,
+    these two are "fixed" and "replacement". ``reweight`` puts weights into the targets, as FedIR's.
+    ``collate`` is the task's, for annotations that are no plain arrays. ``cohort_seed`` must be a secret for
+    privacy amplified by sampling, so that cohorts cannot be drawn again. ``noise_seed`` is the secret for the
+    seeds that pfl gives to its own mechanisms (pfl keeps 32 bits of each). Where it is None they come from
+    ``seed``, and `CentrallyEvaluatedBackend` refuses these mechanisms, because anybody who knows ``seed``
+    could subtract their noise. ``threads`` threads read ahead.
 
     Raises:
         ValueError: when a cohort is larger than the population.
@@ -167,11 +165,11 @@ class FederatedImageDataset(FederatedDataset):
         self._round = 0
         self._only: IntArray | None = None
         self.turnouts: Turnouts | None = None
-        """Who reports in a round, where devices are simulated; None: all users that are drawn."""
+        """Says which users report in a round, where devices are simulated; None: all users that are drawn."""
 
     @property
     def num_users(self) -> int:
-        """U."""
+        """U, the number of users."""
         return len(self.partition.user_ids)
 
     @property
@@ -185,12 +183,12 @@ class FederatedImageDataset(FederatedDataset):
         return int(self._sampling.taking_part(self.partition.sizes).sum())
 
     def set_round(self, round_number: int) -> None:
-        """Say which round the next ``get_cohort`` is for."""
+        """Set the round for the next ``get_cohort``."""
         self._round = round_number
 
     @contextlib.contextmanager
     def only(self, users: IntArray) -> Iterator[None]:
-        """Within, these users are the cohort."""
+        """In this context these users are the cohort."""
         before, self._only = self._only, users
         try:
             yield
@@ -205,7 +203,7 @@ class FederatedImageDataset(FederatedDataset):
 
     @property
     def store(self) -> ImageStore:
-        """Where the images lie."""
+        """The store with the images."""
         return self._store
 
     @staticmethod
@@ -216,7 +214,7 @@ class FederatedImageDataset(FederatedDataset):
         return self.user_dataset(list(self.partition.user_ids).index(user_id))
 
     def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
-        """The users of the cohort of this round, or of the one given; the same on every worker."""
+        """The users of a round's cohort (None: of the current round), the same on every worker."""
         if self._only is not None:
             return self._only
         number = self._round if round_number is None else round_number
@@ -227,7 +225,7 @@ class FederatedImageDataset(FederatedDataset):
     def draw_cohort(self, cohort_size: int, number: int, among: IntArray | None = None) -> IntArray:
         """The users that are drawn in a round, whether or not their devices let them report.
 
-        ``among``: of whom they are drawn, at least as many and each at most once; None: of all.
+        ``among``: the users to draw from, at least ``cohort_size`` and each at most once; None: all users.
         """
         if among is not None:
             chances = fedvc.chances(self.sizes[among]) if self._sampler == "proportional" else None
@@ -254,11 +252,11 @@ class FederatedImageDataset(FederatedDataset):
         return longest_first(predicted_costs(steps, images), world_size)
 
     def user_dataset(self, user: int, turn: int = 0) -> UserImages:
-        """What user number ``user`` trains on in this round."""
+        """The images that user number ``user`` trains on in this round."""
         rng = self._stream(user, turn)
         all_rows = self.partition.rows_of(user)
         rows = self._sampling.take(all_rows, rng)
-        if len(rows) > len(all_rows):  # FedVC: some come twice, but are read once
+        if len(rows) > len(all_rows):  # FedVC: images that come twice are read once
             rows, places = np.unique(rows, return_inverse=True)
             images, targets = (part[places] for part in self._store.read(rows))
         else:
@@ -289,7 +287,7 @@ class FederatedImageDataset(FederatedDataset):
 
     @property
     def _turnout(self) -> Turnout | None:
-        """The turnout of this round; None where all who are drawn do all their work."""
+        """The turnout of this round; None if all users that are drawn do all their work."""
         return None if self.turnouts is None or self._only is not None else self.turnouts.of(self._round)
 
     def share(self, cohort_size: int) -> list[Member]:
@@ -304,18 +302,18 @@ class FederatedImageDataset(FederatedDataset):
         return self._sampler == "poisson" or self._only is not None or self.turnouts is not None
 
     def idle_workers(self, cohort_size: int) -> int:
-        """How many workers have no user of the round, for each of whom nobody weighs as a user does."""
+        """Number of workers without a user in this round. pfl counts a placeholder user for each of them."""
         if not self._may_be_few:
             return 0
         shares = self.assign(self.cohort(cohort_size), get_ops().distributed.world_size)
         return sum(not share for share in shares)
 
     def read(self, member: Member) -> UserImages:
-        """What this member of the round's cohort trains on."""
+        """The images that this member of the round's cohort trains on."""
         return self.user_dataset(member.user, member.turn)
 
     def read_all(self, members: Sequence[Member]) -> Iterator[UserImages]:
-        """`read` of one after another, ahead of need."""
+        """`read` for one member after another, reading ahead."""
         return prefetched(self.read, members, ahead=self._prefetch, threads=self._threads)
 
     @property
@@ -331,11 +329,11 @@ class FederatedImageDataset(FederatedDataset):
         return UserImages(images, targets, "pooled", self._sampling, rng, self._collate)
 
     def single_features(self, members: Sequence[Member]) -> Batch | None:
-        """Features ``[n, D]``, targets and crops of n users who own one row each, in one reading.
+        """Features ``[n, D]``, targets and crops of n users who own one row each, in one read.
 
-        It is what their `read` gives, one after another, as nothing is drawn for them but a view where there
-        are several: one row has one order and features have no crops. None where a user owns more, or its row
-        is an image or has keys.
+        The result is that of `read` for one after another. Nothing is drawn for such users but a view, where
+        there are several: one row has one order, and features have no crops. None if a user owns more rows,
+        or if rows are images or have keys.
         """
         users = np.array([member.user for member in members], np.int64)
         plain = self._reweight is None and not self._sampling.keys and self._sampling.num_epochs == 1
@@ -354,7 +352,7 @@ class FederatedImageDataset(FederatedDataset):
         return torch.from_numpy(features), self._collate(targets), torch.from_numpy(crops)
 
     def get_cohort(self, cohort_size: int) -> Iterator[tuple[UserImages, int]]:
-        """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""
+        """This worker's share of the cohort, in pfl's form: pairs of (user dataset, seed)."""
         mine = self.share(cohort_size)
         datasets = self.read_all(mine)
         if self._may_be_few and not mine:

@@ -2,12 +2,13 @@
 (Hsu, Qi, Brown 2020, "Federated Visual Classification with Real-World Data Distribution", Section 5.3,
 arXiv 2003.08082).
 
-In every round each user that takes part trains on the same number of images, and users are drawn with a
-probability proportional to how many they have; the server averages users alike. So a heavy user is many
-clients, and a small one is seldom drawn. It goes with any algorithm of pfl's loop.
+In every round each user that takes part trains on the same number of images. Users are drawn with a
+probability proportional to their number of images, and the server averages them with equal weights. So a user
+with many images acts as many clients, and one with few is seldom drawn. This can be combined with any
+algorithm on pfl's loop.
 
 With privacy: `take` acts on one user's images, before its update is clipped. Cohorts in proportion to images
-are refused, as a probability that depends on all users' images is in no accounting here.
+are refused, since no accountant here covers probabilities that depend on all users' images.
 
 Letters: n images of a user, U users.
 """
@@ -26,16 +27,16 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, config=STRICT)
 class VirtualOptions:
-    """The option of FedVC besides the sampling of cohorts."""
+    """FedVC's option, in addition to the sampling of cohorts."""
 
     virtual_size: PositiveInt | None = None
-    """Images drawn from each user in a round, whatever it has (FedVC, Hsu et al. 2020, 5.3); none: all."""
+    """Images drawn from each user in a round, whatever its size (FedVC, Hsu et al. 2020, 5.3); none: all."""
 
     def check_virtual(self, by_images: bool) -> None:
-        """Refuse a weighting of users by their images, which are as many for all.
+        """Refuse to weight users by their images, since all have the same number.
 
         Raises:
-            ValueError: one line.
+            ValueError: one line with the reason.
         """
         if self.virtual_size and by_images:
             raise ValueError(
@@ -44,10 +45,10 @@ class VirtualOptions:
 
 
 def take(rows: IntArray, size: int, rng: np.random.Generator) -> IntArray:
-    """Exactly ``size`` of a user's rows ``[n]``, in the store's order, or none of a user that has none.
+    """Exactly ``size`` of a user's rows ``[n]``, in the store's order; none for a user without rows.
 
-    From as many or more they are drawn without replacement, and from fewer each of them from all ("with
-    replacement"), so that some come twice and some not at all. Where all take part nothing is drawn.
+    They are drawn without replacement if n >= ``size``. Otherwise they are drawn with replacement, so that
+    some come twice and some not at all. If n equals ``size``, nothing is drawn.
     """
     if 0 < len(rows) < size:
         return rows[np.sort(rng.integers(len(rows), size=size))]
@@ -57,10 +58,10 @@ def take(rows: IntArray, size: int, rng: np.random.Generator) -> IntArray:
 
 
 def taking_part(sizes: IntArray, size: int) -> IntArray:
-    """How many images users with so many train on, ``[U]``."""
+    """``[U]``: the number of images that users with ``sizes`` images train on."""
     return np.where(sizes > 0, size, 0)
 
 
 def chances(sizes: IntArray) -> npt.NDArray[np.float64] | None:
-    """Probabilities ``[U]`` of users with so many images; None, which means alike, where all have as many."""
+    """Probabilities ``[U]`` of users with ``sizes`` images; None means equal ones, for equal sizes."""
     return sizes / sizes.sum() if (sizes != sizes[0]).any() else None

@@ -35,10 +35,11 @@ def cropped_together(
 
     Args:
         parts: `Image` ``[3, H, W]``, `Mask` ``[..., H, W]`` and `BoundingBoxes` ``[n, 4]`` of one image.
-        crop: one row of `pfl_ext.data.transforms.draw_crops`, on the CPU: reading it must wait for nothing.
+        crop: one row of `pfl_ext.data.transforms.draw_crops`, on the CPU, so that reading it waits for
+        nothing.
         input_size: S in pixels.
-        outside: the mask's class where a padded crop reaches outside the image, which itself is black there.
-        padding: "reflect" mirrors image and mask there; boxes have no mirrored form.
+        outside: the mask's class outside the image, where a padded crop of the image is black.
+        padding: "reflect" mirrors image and mask there. Boxes cannot be mirrored.
 
     Returns:
         The same parts, of height and width S.
@@ -69,9 +70,9 @@ def masks_cropped(
 ) -> Tensor:
     """The crops and flips of a batch for its masks: ``[B, H, W]`` -> ``[B, S, S]`` of the same type.
 
-    It is `cropped_together` without a loop and without waiting for the device. Where a crop is scaled, an
-    output pixel has the class at its centre, so that a mask lies exactly under its image; torchvision takes
-    the pixel at the output pixel's upper left corner.
+    This is `cropped_together` without a loop and without waiting for the device. In a scaled crop an output
+    pixel has the class at its centre, so that a mask fits its image exactly. (torchvision takes the class at
+    the output pixel's upper left corner.)
 
     Args:
         masks: classes, on the device of the crops.
@@ -86,7 +87,7 @@ def masks_cropped(
 def boxes_cropped(boxes: Tensor, crops: Tensor, input_size: int) -> Tensor:
     """The crops and flips of a batch for its boxes, cut off at the crop: ``[B, n, 4]`` float32.
 
-    It is `cropped_together` without a loop and without waiting for the device.
+    This is `cropped_together` without a loop and without waiting for the device.
 
     Args:
         boxes: left, top, right and bottom in pixels of the images, on the device of the crops.

@@ -1,6 +1,6 @@
 """The mean and standard deviation of each colour by which a network's input is normalised.
 
-Pixels are in 0..1 before; ``(pixels - mean) / std`` is what the network sees, in training and in evaluation.
+The network's input is ``(pixels - mean) / std`` of pixels in 0..1, in training and in evaluation.
 """
 
 from __future__ import annotations

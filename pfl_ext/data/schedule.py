@@ -1,4 +1,4 @@
-"""Which worker trains which user of a round's cohort, so that all workers end at the same time.
+"""Divides the users of a round's cohort among workers, so that all workers end at about the same time.
 
 Shape letters: U users of a cohort, W workers.
 """
@@ -15,21 +15,21 @@ FloatArray = npt.NDArray[np.float64]
 
 
 PER_USER, PER_STEP, PER_IMAGE = 0.04, 0.06, 0.011
-"""Seconds of local training, fitted to stock pfl's times (RESULTS.md of FLAIR, workers). Only their
-proportions matter to an assignment."""
+"""Seconds of local training, fitted to stock pfl's times (RESULTS.md of FLAIR, workers). Only their ratios
+matter to an assignment."""
 
 
 def predicted_costs(steps: IntArray, images: IntArray) -> FloatArray:
-    """``[U]`` seconds of users with so many steps and image passes: images times epochs."""
+    """Predicted seconds ``[U]`` of users, from their steps and image passes (images times epochs)."""
     return PER_USER + PER_STEP * np.asarray(steps) + PER_IMAGE * np.asarray(images, np.float64)
 
 
 def longest_first(costs: FloatArray, world_size: int) -> list[list[int]]:
-    """Positions 0..U-1 for each of W workers: each user, dearest first, to the worker with least to do.
+    """Positions 0..U-1 for each of W workers. Each user, dearest first, goes to the worker with least to do.
 
-    The slowest worker then has at most 4/3 - 1/(3W) of the best assignment's time (Graham 1969, Theorem 2),
-    and in cohorts of many small users next to nothing more than the larger of the mean load and the dearest
-    user. A pure function: every worker computes the same.
+    The slowest worker then takes at most 4/3 - 1/(3W) of the best assignment's time (Graham 1969, Theorem 2).
+    With many small users it takes hardly more than the larger of the mean load and the dearest user. This is
+    a pure function: every worker computes the same.
     """
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0.0, worker) for worker in range(world_size)]

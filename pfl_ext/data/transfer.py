@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` in memory that a GPU fetches from by itself; as it is for other devices."""
+    """``tensor`` in pinned memory, which a GPU reads by itself; unchanged for other devices."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, of the CPU, on the device."""
+    """The CPU tensor ``tensor`` copied to the device, without waiting."""
     return pinned(tensor, device).to(device, non_blocking=True)

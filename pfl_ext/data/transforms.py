@@ -1,8 +1,8 @@
 """Turns stored uint8 images into a network's float input, on the device, each image by itself.
 
-Random choices are made beforehand on the CPU (`draw_crops`: a pure function of a generator) and travel with
-the images, so that they depend neither on the device nor on the batch; applying them (`cropped`) draws
-nothing and never waits for the device. Each image has a crop of its own.
+Random choices are made beforehand on the CPU (`draw_crops`, a pure function of a generator) and are passed on
+with the images. So they depend neither on the device nor on the batch. Applying them (`cropped`) draws
+nothing and never waits for the device. Each image has its own crop.
 
 Shape letters: B images of a batch, H x W their stored size, S the side of the network's input.
 """
@@ -37,30 +37,30 @@ PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixe
 MOST_VIEWS = 256
 CROP_COLUMNS = 6
 KEY_BITS, KEY_COLUMNS = 24, 2
-"""Bits in a column of `draw_keys`, and columns: float32 holds whole numbers of 24 bits."""
+"""Bits in a column of `draw_keys`, and number of columns; float32 holds whole numbers of 24 bits."""
 
 FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, config=STRICT)
 class AugmentConfig:
-    """How a training image is changed at random, each time that it is used."""
+    """How a training image is changed at random, whenever it is used."""
 
     crop: Crop = "crop"
-    """A square of model.input_size; padded: of the image with a border; resized: any part, scaled to it."""
+    """crop: a square of model.input_size; padded: from an image with a border; resized: any part, scaled."""
     flip: Flip = "none"
-    """Mirrored left to right with probability 1/2; both: and upside down with probability 1/2."""
+    """Mirrored left to right with probability 1/2; both: also upside down with probability 1/2."""
     padding: Padding = "zero"
-    """Border of a padded crop's image: zero, black; reflect, the image mirrored at its outermost pixels."""
+    """Border for padded crops. zero: black; reflect: the image mirrored at its outermost pixels."""
     views: Annotated[int, Field(ge=1, le=MOST_VIEWS)] | None = None
-    """Views of an image, drawn once, of which each use takes one; none: each use draws a crop and flips."""
+    """Number of views of an image, drawn once; each use takes one. none: each use draws a crop and flips."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Framing:
     """How images become the network's input.
 
-    ``exact`` says that every crop is ``input_size`` pixels high and wide, see `cropped`; ``padding``: what
+    ``exact`` says that every crop is ``input_size`` pixels high and wide (see `cropped`). ``padding`` is what
     crops meet outside an image.
     """
 
@@ -151,17 +151,16 @@ def cropped(
 ) -> Tensor:
     """Cut each image's crop out, scale it to ``input_size`` and flip it.
 
-    torchvision's functions take one crop for a whole batch; here each image has a crop of its own, in one
-    pass. `pfl_ext.data.joint_crops` applies the same crops one by one, with an image's mask and boxes.
+    torchvision's functions take one crop for a whole batch; here each image has its own crop, in one pass.
+    `pfl_ext.data.joint_crops` applies the same crops one by one, with an image's mask and boxes.
 
-    ``images`` uint8 ``[B, H, W, 3]`` and ``crops`` ``[B, 6]`` (of `draw_crops`; keys that follow are not
-    read) on one device; returns
-    float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact`` says that every crop is
-    ``input_size`` pixels high and wide: then pixels are only gathered. Otherwise crops are resized
-    bilinearly with antialiasing, as torchvision's ``resized_crop`` does for a single float image. Left at
-    None, crops are looked at on the CPU, while on other devices, where a look would wait for them, everything
-    goes the general way, whose result for exact crops is the same. With the ``padding`` "reflect", which is
-    for padded crops, all are exact.
+    ``images`` are uint8 ``[B, H, W, 3]``, and ``crops`` ``[B, 6]`` (from `draw_crops`; keys that follow are
+    not read) on the same device. Returns float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact``
+    says that every crop is ``input_size`` pixels high and wide: then pixels are only gathered. Otherwise
+    crops are resized bilinearly with antialiasing, as torchvision's ``resized_crop`` does for a single float
+    image. With ``exact`` None, crops on the CPU are inspected. On other devices, where inspecting would have
+    to wait, the general method is used; for exact crops it gives the same. With ``padding`` "reflect", which
+    is for padded crops, all crops are exact.
     """
     _check(images)
     assert crops.shape[0] == len(images), "one crop per image"
@@ -188,7 +187,7 @@ def _gather(images: Tensor, crops: Tensor, input_size: int, padding: Padding) ->
 def gathered(
     values: Tensor, crops: Tensor, input_size: int, padding: Padding = "zero", outside: int = 0
 ) -> Tensor:
-    """Each output pixel has the value of the stored pixel at its centre: what classes need, and no mixture.
+    """Crops in which each output pixel has the value of the stored pixel at its centre, as classes need.
 
     Nothing here waits for the device.
 
@@ -196,8 +195,8 @@ def gathered(
         values: ``[B, H, W]`` or ``[B, H, W, 3]``, on the device of the crops.
         crops: ``[B, 6]``, as `cropped` takes them.
         input_size: S.
-        padding: what crops meet outside the values: ``outside``, or for "reflect" the values mirrored.
-        outside: of the values' type.
+        padding: "zero" for ``outside`` beyond the values, or "reflect" for the values mirrored.
+        outside: a number of the values' type.
 
     Returns:
         ``[B, S, S]`` or ``[B, S, S, 3]``, of the same type.
@@ -240,8 +239,9 @@ def _resample(images: Tensor, crops: Tensor, input_size: int) -> Tensor:
 def _triangle_weights(start: Tensor, length: Tensor, flip: Tensor, size: int, out: int) -> Tensor:
     """``[B, out, size]``: each output pixel as a weighted mean of the pixels of ``[start, start + length)``.
 
-    The antialiased bilinear filter: a triangle about the output pixel's centre that reaches one output pixel
-    to each side, but at least one input pixel; cut off at the crop and normalised (align_corners=False).
+    This is the antialiased bilinear filter: a triangle about the output pixel's centre that reaches one
+    output pixel, but at least one input pixel, to each side. It is cut off at the crop and normalised
+    (align_corners=False).
     """
     start, length = start[:, None, None], length[:, None, None]
     steps = torch.arange(out, device=start.device, dtype=torch.float32)[:, None]

@@ -31,10 +31,10 @@ class UserImages(Dataset):
     """One user in one round: a pfl ``Dataset`` that yields (images, targets, crops) batches.
 
     pfl's training loop calls ``iter`` once an epoch; each call yields the batches of the next epoch.
-    After ``max_steps`` batches there are no more, whatever the epoch: a device had no time for them.
-    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it. Where the store has
-    `AugmentedViews`, one of each image is drawn instead. With
-    ``sampling.keys`` it is ``[B, 8]``, and the last columns say which units are dropped for an image.
+    After ``max_steps`` batches there are no more, in any epoch, since a device had no time for them.
+    ``crops`` ``[B, 6]`` says how each image is cropped and flipped, which is done on the device. Where the
+    store has `AugmentedViews`, one view of each image is drawn instead. With ``sampling.keys`` it is
+    ``[B, 8]``, and the last columns say which units are dropped for an image.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class UserImages(Dataset):
         return (batch for _, batch in self.iter_with_places(batch_size))
 
     def iter_with_places(self, batch_size: int | None) -> Iterator[tuple[IntArray, Batch]]:
-        """The batches of `iter`, each with the places ``[B]`` of its images among all of this data set."""
+        """The batches of `iter`, each with the positions ``[B]`` of its images in this data set."""
         assert batch_size == self._sampling.batch_size
         for positions in next(self._epochs):
             yield positions, self._batch(positions, self._rng, self._keys)
 
     def once(self) -> Iterator[Batch]:
-        """Every image once, in batches of the same size and crops of their own; `iter` gives what it gave."""
+        """Every image once, in batches of the same size, with their own crops. `iter` is not affected."""
         rng, keys = np.random.Generator(self._aside), np.random.Generator(self._aside.jumped(2))
         size = self._sampling.batch_size
         for first in range(0, len(self), size):
@@ -82,9 +82,9 @@ class UserImages(Dataset):
         """Some of the images as a data set of their own.
 
         Args:
-            positions: of the images, each below ``len(self)``.
-            number: at least 0; parts of different numbers draw their batches independently.
-            num_epochs: of the part; None: as many as of the whole.
+            positions: the positions of the images, each below ``len(self)``.
+            number: at least 0. Parts with different numbers draw their batches independently.
+            num_epochs: epochs of the part; None: as many as the whole has.
         """
         images, targets = self.raw_data
         rng = np.random.Generator(self._aside.jumped(4 * number + 3))

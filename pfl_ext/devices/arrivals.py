@@ -1,10 +1,9 @@
-"""Asynchronous training as a list of events, all of them known before anybody trains.
+"""Asynchronous training as a list of events, all of which are known before training.
 
-M users train at any time, each at most once at a time. Whoever finishes is followed at once by another user,
-drawn with equal chances from those who do not train, who starts from the newest version of the model. The
-server takes updates in the order in which they arrive; with K of them it makes a step, and the version grows
-by one. How long a user takes follows from its device and its images (`pfl_ext.devices.fleet`), so that
-nothing here looks at a weight.
+M different users train at any time. When one finishes, another user starts at once from the newest version of
+the model; it is drawn uniformly from those who do not train. The server takes updates in the order of their
+arrival. With K of them it makes a step, and the version grows by one. The time that a user takes follows from
+its device and its images (`pfl_ext.devices.fleet`), so nothing here depends on weights.
 
 Letters: M users at a time, K updates of a step, U users, n users of a step.
 """
@@ -30,7 +29,7 @@ class Job(NamedTuple):
 
     user: int
     version: int
-    """Version of the model that it started from: how many server steps had been made."""
+    """Version of the model from which it started: the number of server steps made before."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,16 @@ class ServerStep:
     """One step of the server."""
 
     jobs: tuple[Job, ...]
-    """K, in the order of their arrival."""
+    """K jobs, in the order of their arrival."""
     stale: int
-    """Updates that came since the step before and were too old."""
+    """Number of updates since the last step that were too old."""
     lost: int
-    """Users who dropped out since the step before."""
+    """Number of users who dropped out since the last step."""
     end: float
     """Virtual seconds from the run's start."""
 
     def by_version(self) -> dict[int, IntArray]:
-        """The users ``[n]`` of each version that they started from, the oldest version first."""
+        """The users ``[n]`` by the version from which they started, the oldest version first."""
         found: dict[int, list[int]] = {}
         for job in self.jobs:
             found.setdefault(job.version, []).append(job.user)
@@ -55,16 +54,16 @@ class ServerStep:
 
 
 class _Drawn:
-    """Who trains now."""
+    """The users who train at present."""
 
     def __init__(self, num_users: int, seed: int) -> None:
         self._num_users, self._seed, self.users = num_users, seed, set[int]()
 
     def add(self, number: int) -> int:
-        """The user of the job of this number; where nobody trains, the cohort of one of that round."""
+        """Draw the user of job ``number``. If no user trains, it is the cohort of one of that round."""
         others = self._num_users - len(self.users)
         user = int(private_cohort("fixed", self._seed, number, others, 1)[0])
-        for other in sorted(self.users):  # from a place among the others to a number among all
+        for other in sorted(self.users):  # from an index among the others to a user's number
             user += user >= other
         self.users.add(user)
         return user
@@ -83,13 +82,13 @@ def server_steps(
     """The steps of a run.
 
     Args:
-        seconds: virtual, that each user takes, ``[U]``, above 0.
+        seconds: virtual seconds that each user takes, ``[U]``, above 0.
         concurrency: M, at most U.
         buffer_size: K.
-        max_staleness: server steps since its start after which an update is not taken; None: all are.
-        drop_out: probability of a user to be lost when it would have finished.
-        num_steps: how many steps there are.
-        seed: of the run.
+        max_staleness: greatest age in server steps at which an update is used; None: all are used.
+        drop_out: probability that a user is lost when it would have finished.
+        num_steps: number of server steps.
+        seed: the run's seed.
     """
     drawn, heap = _Drawn(len(seconds), seed), list[tuple[float, int, Job]]()
     steps, jobs, stale, lost, begun = list[ServerStep](), list[Job](), 0, 0, 0

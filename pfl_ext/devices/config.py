@@ -1,7 +1,7 @@
-"""What is said of users' devices: how fast they are, when they are on, and what a round does with the late.
+"""The config section of users' devices: their speeds, when they are on, and what happens to late users.
 
-Every draw is a function of (seed, purpose, user) or (seed, purpose, round, user), and time is a sum of
-predicted seconds, never a clock's: a run has the same cohorts on every machine and any number of workers.
+Every draw is a function of (seed, purpose, user) or (seed, purpose, round, user). Time is a sum of predicted
+seconds and is never measured, so a run has the same cohorts on every machine and any number of workers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Late = Literal["wait", "drop", "partial"]
 class DeviceClass:
     """Devices of one speed.
 
-    ``share`` of the users have such a device. ``ms_per_sample``: milliseconds of one pass of one image
-    forward; ``kbps_up`` and ``kbps_down``: 1,000 bits per second to the server and from it.
+    ``share`` of the users have such a device. ``ms_per_sample`` is the time of one forward pass of one image,
+    in milliseconds. ``kbps_up`` and ``kbps_down`` are 1,000 bits per second to the server and from it.
     """
 
     share: float
@@ -37,7 +37,7 @@ def _device_class(name: str, values: Any) -> DeviceClass:
     """One of ``devices.classes``.
 
     Raises:
-        ValueError: in one line, for a key that is missing or unknown, or a value that is no positive number.
+        ValueError: one line, when a key is missing or unknown, or a value is no positive number.
     """
     keys, where = [item.name for item in fields(DeviceClass)], f"devices.classes.{name}"
     if not isinstance(values, Mapping) or set(values) != set(keys):
@@ -60,7 +60,7 @@ class DevicesConfig:
     classes: Mapping[str, Any] | None = None
     """Speeds by name, each with share, ms_per_sample, kbps_up, kbps_down; none: there is no clock."""
     sigma: NonNegativeFloat = 0.0
-    """Spread within a class: standard deviation of the logarithm of each speed; the median is the class's."""
+    """Standard deviation of the logarithm of each speed within a class; the median is the class's speed."""
     capacities: str | None = None
     """CSV file client,ms_per_sample,kbps_up,kbps_down with each device's speeds, instead of classes."""
     capacities_sha256: str | None = None
@@ -70,15 +70,15 @@ class DevicesConfig:
     availability_sha256: str | None = None
     """SHA-256 of that file, which is filled in."""
     availability_period_s: PositiveFloat | None = None
-    """Seconds after which the times of that file begin again."""
+    """Seconds after which the times of that file repeat."""
     drop_out: Fraction = 0.0
-    """Probability of a user of a round to be lost before it reports, whatever its data."""
+    """Probability that a user of a round is lost before it reports, independent of its data."""
     deadline_s: PositiveFloat | None = None
-    """Virtual seconds from a round's start within which users report; none: no limit."""
+    """Virtual seconds from a round's start within which users must report; none: no limit."""
     late: Late = "wait"
-    """Users who do not keep the deadline, and stragglers: wait for them, drop them, or take partial work."""
+    """Users who miss the deadline, and stragglers: wait for them, drop them, or take their partial work."""
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """Users who are asked over the cohort's size, of whom the first to report are kept; 1: no more."""
+    """Number of users asked over the cohort's size; the first to report are kept. 1: no more than needed."""
     stragglers: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of each cohort that has time for 1 to local.num_epochs - 1 epochs, drawn each round (FedProx)."""
 
@@ -120,10 +120,10 @@ class DevicesConfig:
         return bool(self.classes) or self.capacities is not None
 
     def check_epochs(self, num_epochs: int, replacement: bool) -> None:
-        """Refuse what a run's other keys leave without meaning.
+        """Refuse options that have no meaning with the run's other keys.
 
         Raises:
-            ValueError: one line.
+            ValueError: one line with the reason.
         """
         if self.stragglers and num_epochs < 2:
             raise ValueError(

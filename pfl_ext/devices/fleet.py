@@ -1,11 +1,11 @@
-"""How fast each user's device is, and how long its part in a round takes, in virtual seconds.
+"""The speed of each user's device, and the virtual seconds that its part in a round takes.
 
-FedScale's formula (Lai et al. 2022, arXiv 2105.11367): a pass back costs twice one forward, so
+By FedScale's formula (Lai et al. 2022, arXiv 2105.11367) a backward pass costs twice a forward pass, so
 
     seconds = 3 * images * ms_per_sample / 1000 + kbit_down / kbps_down + kbit_up / kbps_up
 
-with ``images`` those of all steps together. A device's speeds are its class's, or a log-normal draw with
-these as its median, or those of a file.
+with ``images`` the number of images in all steps together. A device's speeds are its class's, or a log-normal
+draw with the class's as its median, or those of a file.
 
 Letters: U users, n some of them.
 """
@@ -37,7 +37,7 @@ class Sent(NamedTuple):
 
 
 def classes_of(num_users: int, classes: Sequence[DeviceClass], seed: int) -> IntArray:
-    """The class of each user's device ``[U]``: as many of each as its share says, dealt at random."""
+    """The class of each user's device ``[U]``. Numbers follow the classes' shares; users are drawn."""
     shares = np.cumsum([each.share for each in classes])
     bounds = np.rint(shares / shares[-1] * num_users)
     order = stream(seed, "device classes").permutation(num_users)
@@ -49,16 +49,16 @@ class Fleet:
 
     Args:
         config: speeds by class or file.
-        user_ids: of the users.
-        seed: of the run.
+        user_ids: the users' ids.
+        seed: the run's seed.
 
     Raises:
-        ValueError: in one line, for a file of speeds that cannot be read.
+        ValueError: one line, when a file of speeds cannot be read.
     """
 
     def __init__(self, config: DevicesConfig, user_ids: Sequence[str], seed: int) -> None:
         self.speeds: FloatArray | None = None
-        """``[U, 3]``: milliseconds of a pass of an image, kbit/s up and down; None: there is no clock."""
+        """``[U, 3]``: milliseconds to pass one image forward, kbit/s up and down; None without a clock."""
         if config.capacities is not None:
             path = Path(config.capacities)
             sha256_of("devices.capacities", path, config.capacities_sha256)
@@ -71,7 +71,7 @@ class Fleet:
                 self.speeds = self.speeds * np.exp(config.sigma * draws)
 
     def seconds(self, users: IntArray, images: IntArray, sent: Sent) -> FloatArray:
-        """``[n]`` virtual seconds of these users, who train on so many images; 0 without a clock."""
+        """``[n]`` virtual seconds of these users, who train on ``images`` images each; 0 without a clock."""
         if self.speeds is None:
             return np.zeros(len(users))
         ms, up, down = self.speeds[users].T

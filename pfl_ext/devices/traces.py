@@ -1,14 +1,14 @@
-"""Speeds and hours of real devices, from CSV files.
+"""Speeds and active times of real devices, from CSV files.
 
     client,ms_per_sample,kbps_up,kbps_down      one line for each device
     client,on,off                               one line for each time that a device is on, in seconds
 
-They hold what FedScale's two pickled files do (its `computation` and `communication`; `active`, `inactive`).
-A pickle is never read here. A device is on while ``on <= t mod period <= off``; the times of a device are in
-order and do not overlap.
+They hold the content of FedScale's two pickled files (`computation` and `communication`; `active`,
+`inactive`); pickles are never read here. A device is on while ``on <= t mod period <= off``. The times of a
+device are in order and do not overlap.
 
-The devices are the users' where the file names all of them by their ids. Where it names none of them, each
-user gets one of its devices by a draw from the seed, and several users one where there are too few.
+If a file names all users by their ids, these devices are theirs. If it names none of them, each user gets one
+of its devices by a draw from the seed; several users share one if there are too few.
 
 Letters: U users, C devices of a file, N times of a file.
 """
@@ -37,12 +37,12 @@ def sha256_of(key: str, path: Path, expected: str | None) -> str:
     """The SHA-256 of a file of ``devices``, in hexadecimal.
 
     Args:
-        key: of the config, which names the file.
-        path: of the file.
-        expected: what it has to be; None: anything.
+        key: the config key that names the file.
+        path: the file.
+        expected: the SHA-256 that it must have; None: any.
 
     Raises:
-        ValueError: in one line, when there is no such file or it is another one.
+        ValueError: one line, when the file does not exist or has another SHA-256.
     """
     if not path.is_file():
         raise ValueError(f"{key} {path}: no such file")
@@ -53,10 +53,10 @@ def sha256_of(key: str, path: Path, expected: str | None) -> str:
 
 
 def _rows(path: Path, header: Sequence[str]) -> Iterator[tuple[int, str, list[float]]]:
-    """Number of line, client and numbers of each line.
+    """Line number, client and numbers of each line.
 
     Raises:
-        ValueError: in one line with the line's number.
+        ValueError: one line with the line number.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -83,10 +83,10 @@ def _number(word: str) -> float:
 
 
 def assigned(clients: Sequence[str], user_ids: Sequence[str], seed: int, path: Path) -> IntArray:
-    """``[U]``: the place among a file's clients of each user's device.
+    """``[U]``: for each user, the index of its device among a file's clients.
 
     Raises:
-        ValueError: when the file names some of the users and not all, or nobody.
+        ValueError: when the file names some of the users but not all, or has no clients.
     """
     places = {client: place for place, client in enumerate(clients)}
     named = sum(user in places for user in user_ids)
@@ -101,10 +101,10 @@ def assigned(clients: Sequence[str], user_ids: Sequence[str], seed: int, path: P
 
 
 def read_capacities(path: Path, user_ids: Sequence[str], seed: int) -> FloatArray:
-    """``[U, 3]``: milliseconds of a pass of an image, kbit/s up and down of each user.
+    """``[U, 3]``: for each user milliseconds of a forward pass of one image, kbit/s up and kbit/s down.
 
     Raises:
-        ValueError: in one line, for a file that cannot be read so.
+        ValueError: one line, when the file does not have this form.
     """
     found: dict[str, list[float]] = {}
     for line, client, values in _rows(path, CAPACITIES):
@@ -117,16 +117,16 @@ def read_capacities(path: Path, user_ids: Sequence[str], seed: int) -> FloatArra
 
 
 class Availability:
-    """When users' devices are on.
+    """The times at which users' devices are on.
 
     Args:
-        path: of the CSV file.
-        period: seconds after which its times begin again.
-        user_ids: of the U users.
-        seed: from which devices that are not named after users are given to them.
+        path: the CSV file.
+        period: seconds after which its times repeat.
+        user_ids: the ids of the U users.
+        seed: assigns devices to users, if the file does not name users.
 
     Raises:
-        ValueError: in one line, for a file that cannot be read so.
+        ValueError: one line, when the file does not have this form.
     """
 
     def __init__(self, path: Path, period: float, user_ids: Sequence[str], seed: int) -> None:
@@ -145,7 +145,7 @@ class Availability:
         self._period = period
 
     def on(self, users: IntArray, seconds: float | FloatArray) -> BoolArray:
-        """Whether these users ``[n]`` are on at a time, or each at its own; by bisection."""
+        """Whether these users ``[n]`` are on at one time, or each at its own time; found by bisection."""
         devices, t = self._device[users], np.broadcast_to(np.mod(seconds, self._period), users.shape)
         low, high = np.where(devices > 0, self._ends[devices - 1], 0), self._ends[devices]
         first = low
@@ -156,7 +156,7 @@ class Availability:
         return np.asarray((low > first) & (t <= self._times[low - 1, 1]))
 
     def next_on(self, seconds: float) -> float:
-        """The first time from then on at which any user comes on."""
+        """The first time from ``seconds`` on at which any user's device is switched on."""
         known = np.zeros(len(self._ends), bool)
         known[self._device] = True
         begins = self._times[np.repeat(known, np.diff(self._ends, prepend=0)), 0]

@@ -1,28 +1,29 @@
-"""Who of a round's cohort reports, after how many steps, and when: known before anybody trains.
+"""Which users of a round's cohort report, after how many steps, and when. All is known before training.
 
-A round begins at a virtual time. It asks ``over_selection`` times the cohort's size of users, those who are
-on at that time where there are traces, and where nobody is, it begins when the next device comes on. Of these
+A round begins at a virtual time. It asks ``over_selection`` times the cohort's size of users. With traces it
+asks only users who are on at that time; if none is, the round begins when the next device is switched on.
 
-* some drop out, each with probability ``drop_out``, or as they are off when they would have finished: *lost*;
-* a straggler (FedProx, Li et al. 2020, 5.2) has time for ``U{1..E-1}`` of E epochs, and whoever does not
-  finish by ``deadline_s`` for the steps that fit. With ``late: partial`` it makes that many steps, at least
-  one, and reports; otherwise it is *late*;
-* of those who are left, the first ``cohort_size`` to finish are kept where more were asked; others are late.
+* Some users are *lost*: each drops out with probability ``drop_out``, or if its device is off when it would
+  have finished.
+* A straggler (FedProx, Li et al. 2020, 5.2) has time for ``U{1..E-1}`` of E epochs. A user who does not
+  finish by ``deadline_s`` has time for the steps that fit. With ``late: partial`` such users make that many
+  steps, at least one, and report; otherwise they are *late*.
+* If more users were asked, the first ``cohort_size`` of the remaining ones to finish are kept; others are
+  late.
 
-The round ends when the last one that it takes has reported; at the deadline, if there is one and it misses
-somebody; where nobody reports and there is no deadline, when the slowest would have.
+The round ends when the last kept user has reported, or at the deadline if a user misses it. If no user
+reports and there is no deadline, it ends when the slowest would have finished.
 
-Partial work is a smaller number of steps and nothing else: a user's batches are the first of those that it
-would have trained on, and its weight is that of all its images that take part. A round in which no image is
-trained on changes nothing but the time.
+Partial work is only a smaller number of steps: a user trains on the first of its batches, and its weight is
+still that of all its images that take part. A round in which no image is trained on changes only the time.
 
-With privacy: `drop_out` alone is argued. Whether a user is lost is a coin of its own that no data touches, so
-a user's part in a sum is its clipped update or 0, at most the bound long, and nobody else's part depends on
-it. That is what each accountant here computes with; how the cohort is drawn is unchanged. (Given all coins,
-it is the same mechanism on those whose coin is good.) The divisor stays the expected cohort's size, of all
-who are drawn: dividing by who reports would make the sensitivity depend on it. A deadline, over-selection,
-stragglers by share of a cohort and traces make one user's reporting depend on the images of others, or time
-on theirs, and are refused.
+With privacy: only `drop_out` is argued. An independent coin, which no data influences, decides whether a user
+is lost. So a user's part in a sum is its clipped update or 0, at most the bound long, and no other user's
+part depends on it. Each accountant here assumes exactly this; the drawing of the cohort is unchanged. (Given
+all coins, it is the same mechanism on the users who are not lost.) The divisor remains the expected cohort's
+size: dividing by the number of reports would make the sensitivity depend on it. A deadline, over-selection,
+stragglers by share of a cohort and traces are refused, since they make whether one user reports depend on
+others' images, or the time depend on images.
 
 Letters: n users who are asked, U users.
 """
@@ -49,7 +50,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Work(Protocol):
-    """How a user's images become steps: `pfl_ext.data.sampling.BatchConfig`."""
+    """How a user's images become steps; `pfl_ext.data.sampling.BatchConfig` implements it."""
 
     @property
     def num_epochs(self) -> int:
@@ -57,20 +58,20 @@ class Work(Protocol):
         ...
 
     def num_steps(self, sizes: IntArray) -> IntArray:
-        """Steps of users with so many images, in all epochs."""
+        """Number of steps in all epochs of users with ``sizes`` images."""
         ...
 
     def steps_of_epochs(self, sizes: IntArray, epochs: IntArray) -> IntArray:
-        """Steps of users with so many images in so many epochs, each its own."""
+        """Number of steps of users with ``sizes`` images, each in its own number of ``epochs``."""
         ...
 
     def images_of_steps(self, sizes: IntArray, steps: IntArray) -> IntArray:
-        """Images of so many first steps of users with so many images."""
+        """Number of images in the first ``steps`` steps of users with ``sizes`` images."""
         ...
 
 
 class Users(Protocol):
-    """Whom rounds draw from: `pfl_ext.data.federated_dataset.FederatedImageDataset`."""
+    """The users to draw from; `pfl_ext.data.federated_dataset.FederatedImageDataset` implements it."""
 
     @property
     def sizes(self) -> IntArray:
@@ -83,18 +84,18 @@ class Users(Protocol):
         ...
 
     def draw_cohort(self, cohort_size: int, number: int, among: IntArray | None = None) -> IntArray:
-        """The users of a cohort: so many, of all or of some."""
+        """Draw a cohort of ``cohort_size`` users from all users, or from ``among``."""
         ...
 
 
 @dataclass(frozen=True)
 class Turnout:
-    """What came of one round's cohort."""
+    """The outcome of one round's cohort."""
 
     users: IntArray
-    """Who reported, in the cohort's order."""
+    """The users who reported, in the cohort's order."""
     steps: IntArray
-    """How many steps each made."""
+    """The number of steps that each of them made."""
     selected: int
     """How many users were asked."""
     lost: int
@@ -112,18 +113,18 @@ class Turnout:
 
 
 class Turnouts:
-    """The rounds of a run. Each is a function of the config, the seed and the users' numbers of images.
+    """The turnouts of a run's rounds, as functions of the config, the seed and the users' numbers of images.
 
     Args:
-        config: of the devices.
-        users: of the run.
-        user_ids: theirs, ``[U]``.
-        cohort_size: users whose reports a round is for.
-        seed: of the run.
-        sent: bytes of a user in a round.
+        config: the devices' config.
+        users: the run's users.
+        user_ids: their ids, ``[U]``.
+        cohort_size: number of reports that a round needs.
+        seed: the run's seed.
+        sent: bytes that a user receives and sends in a round.
 
     Raises:
-        ValueError: in one line, for a file that cannot be read, or more users than there are.
+        ValueError: one line, when a file cannot be read, or more users are needed than there are.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Turnouts:
         return self._last[1]
 
     def line(self, number: int) -> dict[str, Any]:
-        """What ``metrics.jsonl`` says of a round; ``virtual_seconds`` are those at its end."""
+        """A round's entries in ``metrics.jsonl``; ``virtual_seconds`` is the time at its end."""
         turnout = self.of(number)
         line: dict[str, Any] = {
             "selected": turnout.selected,
@@ -219,7 +220,7 @@ class Turnouts:
     def _of_stragglers(
         self, users: IntArray, number: int, sizes: IntArray, whole: IntArray
     ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """``[n]``: the steps that each has time for, by FedProx's protocol; and who is a straggler."""
+        """By FedProx's protocol: the steps for which each user has time, and who is a straggler; ``[n]``."""
         count, chosen = round(self._config.stragglers * len(users)), np.zeros(len(users), bool)
         if not count:
             return whole, chosen
@@ -231,7 +232,7 @@ class Turnouts:
         return steps, chosen
 
     def _in_time(self, users: IntArray, steps: IntArray) -> IntArray:
-        """``[n]``: these steps, or as many of them as fit before the deadline."""
+        """``[n]``: these steps, or as many as fit before the deadline."""
         deadline = self._config.deadline_s
         if deadline is None:
             return steps

@@ -1,4 +1,4 @@
-"""What work on a GPU needs besides the work: its memory given back, its arithmetic, its threads."""
+"""Helpers for work on a GPU: releasing its memory, setting its arithmetic, and preparing threads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 RESERVE = 0.1
-"""Share of a GPU's memory that recorded steps leave free, for evaluation and for sums between workers."""
+"""Share of a GPU's memory that recorded steps leave free for evaluation and for sums between workers."""
 LACKING = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
-"""What messages of torch, cuBLAS, cuDNN and CUDA's graphs say where memory ran out."""
+"""Parts of the messages of torch, cuBLAS, cuDNN and CUDA graphs when memory ran out."""
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
@@ -28,7 +28,7 @@ def is_out_of_memory(fault: BaseException) -> bool:
 
 
 def fits(work: Callable[..., None], *job: Any) -> bool:
-    """Do this work; whether memory was enough for it."""
+    """Do this work. Returns whether memory was enough."""
     try:
         work(*job)
     except RuntimeError as fault:
@@ -39,9 +39,9 @@ def fits(work: Callable[..., None], *job: Any) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory of a computation that was given up, once nothing on the device still uses it.
+    """Release the memory of an abandoned computation, once nothing on the device still uses it.
 
-    The caller must be out of the ``except`` that caught its fault: a traceback keeps every frame's tensors.
+    The caller must have left the ``except`` that caught the error: a traceback keeps every frame's tensors.
     """
     gc.collect()
     if device.type == "cuda":
@@ -57,10 +57,10 @@ def has_room(device: torch.device) -> bool:
 
 
 def begin_thread(device: torch.device) -> None:
-    """In a new thread that prepares work for ``device``, compute on one core and select this GPU.
+    """Set up a new thread that prepares work for ``device``: compute on one core and select this GPU.
 
-    The current GPU is each thread's own: without this, pinning memory would wake up GPU 0 from every worker.
-    Copies into pinned memory would start threads of their own for every thread that makes them.
+    Each thread has its own current GPU. Without this, pinning memory would initialise GPU 0 in every worker,
+    and copies into pinned memory would start further threads for each thread that makes them.
     """
     torch.set_num_threads(1)
     if device.type == "cuda":
@@ -69,9 +69,9 @@ def begin_thread(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def ieee_float32(device: torch.device) -> Iterator[None]:
-    """Within, float32 on a GPU is float32: torch's own choice for convolutions is TF32, with 10 bits.
+    """In this context float32 on a GPU is IEEE float32; torch's default for convolutions is TF32 (10 bits).
 
-    Norms that are clipped, and the clipped sums, would not keep their bound. ``bf16`` is what is fast.
+    With TF32 clipped norms and sums would not keep their bound. ``bf16`` is the fast precision.
     """
     if device.type != "cuda":
         yield

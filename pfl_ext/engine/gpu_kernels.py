@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """GroupNorm of channels-last images on a GPU in Triton, with the sum and the ReLU that may follow it.
 
-torch's own works on contiguous images and, under autocast, in float32, so that every image goes twice through
-each of four conversions: on an H200 these and the norms were half of a step of ResNet-18 in bfloat16. Here
-images are read as the convolutions leave them, and all sums are float32.
+torch's GroupNorm takes contiguous images and, under autocast, float32. So every image goes twice through each
+of four conversions: on an H200 these and the norms took half of a step of ResNet-18 in bfloat16. Here images
+are read as the convolutions write them, and all sums are float32.
 
-Letters: N images, P positions of each, C channels, G groups of them; a tile is some positions of one image
-with all their channels.
+Letters: N images, P positions of an image, C channels, G groups of channels. A tile is some positions of one
+image with all their channels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 TILE = 8192
-"""Numbers of a tile."""
+"""Number of elements of a tile."""
 
 
 @triton.jit
@@ -104,13 +104,13 @@ def _forward(
     if ADDED:
         v += tl.load(added + places, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        v = tl.where(v < 0, 0.0, v)  # what is not a number stays so: a private run must see it
+        v = tl.where(v < 0, 0.0, v)  # NaN stays NaN, which a private run must see
     tl.store(out + places, v.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _signal(e, out, places, inside, v, m, r, w, b, RELU: tl.constexpr, ADDED: tl.constexpr):
-    """The gradient behind the ReLU; which outputs that stopped is known from them, or from the inputs."""
+    """The gradient before the ReLU. The outputs, or the inputs, tell which elements the ReLU set to zero."""
     d = tl.load(e + places, mask=inside, other=0.0).to(tl.float32)
     if RELU:
         if ADDED:
@@ -140,7 +140,7 @@ def _sums(
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store for each channel of a tile the sums of the gradient and of gradient times normalised value."""
+    """Store each channel's sums over a tile: of the gradient, and of gradient times normalised value."""
     chunk, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     places, inside, columns = _tile(n, chunk, P, C, BP, BC)
     _, known, m, r, w, b = _of_channels(n, columns, weight, bias, mean, rstd, C, G)
@@ -169,7 +169,7 @@ def _totals(
     BK: tl.constexpr,
     BG: tl.constexpr,
 ):
-    """These sums of each channel of an image, and of each group the means that its inputs' gradient needs."""
+    """Store these sums for each channel of an image, and the group means that the inputs' gradient needs."""
     group, places, inside, _, channels, known = _of_group(P, C, G, chunks, BP, BK, BG)
     a = tl.sum(tl.load(shifts + places, mask=inside, other=0.0), 0)
     c = tl.sum(tl.load(scales + places, mask=inside, other=0.0), 0)
@@ -215,7 +215,7 @@ def _backward(
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, int, int, int]:
-    """N, P, C, tiles of an image, positions and channels of a tile."""
+    """N, P, C, the number of tiles of an image, and the positions and channels of a tile."""
     n, c = x.shape[:2]
     p = x[0, 0].numel()
     wide = triton.next_power_of_2(c)
@@ -228,8 +228,8 @@ def group_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output ``[N, C, H, W]``, and mean and 1 / standard deviation ``[N, G]`` float32.
 
-    ``x``, ``added``: ``[N, C, H, W]`` in channels-last memory, of any floating type; ``weight`` and ``bias``:
-    ``[C]`` float32.
+    ``x`` and ``added`` are ``[N, C, H, W]`` in channels-last memory, of any floating type; ``weight`` and
+    ``bias`` are ``[C]`` float32.
     """
     n, p, c, chunks, high, wide = _sizes(x)
     means, squares = (x.new_empty(n, chunks, c, dtype=torch.float32) for _ in range(2))
@@ -255,9 +255,9 @@ def group_norm_backward(
     relu: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added.
+    """The gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of ``added``.
 
-    ``out``: the output, where something was added.
+    ``out`` is the output; it is needed where something was added.
     """
     n, p, c, chunks, high, wide = _sizes(x)
     groups, added = mean.shape[1], out is not None

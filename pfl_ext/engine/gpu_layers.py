@@ -1,4 +1,4 @@
-"""The network's layers on a GPU in half precision: channels-last memory, and norms that stay in it."""
+"""A network on a GPU in half precision: channels-last memory, with norms that keep it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pfl_ext.engine.norms import JoiningNorm
 
 
 class GroupNorm(JoiningNorm):
-    """`JoiningNorm` by `gpu_kernels`; sums are float32, images of the type that convolutions give."""
+    """`JoiningNorm` by `gpu_kernels`. Sums are float32; images keep the convolutions' type."""
 
     multiplied = torch.float32
 
     def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
-        """Whether ``x`` ``[N, C, H, W]``, and what is added, goes this way; a float32 image does not."""
+        """Whether this layer computes ``x`` ``[N, C, H, W]`` and ``added`` itself; torch computes float32."""
         if type(x) is not Tensor or not x.is_cuda or x.ndim != 4 or x.dtype != torch.bfloat16:
             return False
         return added is None or (added.dtype == x.dtype and added.shape == x.shape)
 
     def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
-        """The output, with what `gradients` needs left on an autograd function's ``ctx``."""
-        from pfl_ext.engine.gpu_kernels import group_norm  # Triton is there with CUDA alone
+        """The output. What `gradients` needs is saved on an autograd function's ``ctx``."""
+        from pfl_ext.engine.gpu_kernels import group_norm  # Triton exists only with CUDA
 
         x, added = _there(x), None if added is None else _there(added)
         out, mean, rstd = group_norm(x, self.weight, self.bias, self.num_groups, self.eps, relu, added)
@@ -34,7 +34,7 @@ class GroupNorm(JoiningNorm):
         return out
 
     def gradients(self, ctx: Any, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added."""
+        """Gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of ``added``."""
         from pfl_ext.engine.gpu_kernels import group_norm_backward
 
         x, mean, rstd, *out = ctx.saved_tensors
@@ -46,14 +46,14 @@ def _there(x: Tensor) -> Tensor:
 
 
 class GpuLayers(NamedTuple):
-    """What trains in this type of torch's autocast on a GPU."""
+    """The layers for training in this type of torch's autocast on a GPU."""
 
     autocast: torch.dtype
 
     def replaced(self, network: nn.Module, side: int = 0) -> nn.Module:
-        """The network in channels-last memory, which half precision's convolutions want, with norms of here.
+        """The network in channels-last memory, which suits convolutions in half precision, with `GroupNorm`.
 
-        It shares parameters and all other layers with ``network``, which is of no further use.
+        It shares parameters and all other layers with ``network``, which must not be used any more.
         """
         network.to(memory_format=torch.channels_last)
         if importlib.util.find_spec("triton") is None:
@@ -67,4 +67,4 @@ class GpuLayers(NamedTuple):
 
 
 class _Nothing(nn.Module):
-    """No layer of a network: nothing is joined to it."""
+    """A type that no layer has, so that nothing is joined to it."""

@@ -1,4 +1,4 @@
-"""The gradients of many users for one variable, without making each of them where that can be spared.
+"""The gradients of many users for one variable, without computing each of them where that is not needed.
 
 Letters: U users, B images of all users one after another, T positions of a layer's output, p inputs and d
 outputs of a position.
@@ -23,11 +23,11 @@ from pfl_ext.privacy.mechanisms import MARGIN
 
 ROW = 1024  # squares are summed in float32 within rows of so many numbers, in float64 across rows
 PASS = 100
-"""Cost of writing a number of a user's gradient and reading it twice, in floating-point operations: below
-it a Gram matrix is the cheaper way to a norm (an estimate for CPUs)."""
-GRAM = 128  # positions that share one Gram matrix, if they are of several users
+"""Cost of writing a number of a user's gradient and reading it twice, in floating-point operations. A Gram
+matrix that costs less is the cheaper way to a norm (an estimate for CPUs)."""
+GRAM = 128  # positions of one Gram matrix that several users share
 UNIT = 2.0**-24  # of rounding, in float32
-LARGEST_INPUT = 1e15  # norm of a position's input above which a product with a subnormal number counts
+LARGEST_INPUT = 1e15  # norm of an input above which its product with a subnormal number counts
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Users:
 
     @cached_property
     def _owners(self) -> Tensor:
-        """``[B]``: whose each image is."""
+        """``[B]``: the owner of each image."""
         counts = torch.tensor([span.stop - span.start for span in self.spans])
         return sent(torch.arange(len(self)).repeat_interleave(counts), self.device)
 
@@ -61,10 +61,10 @@ class Users:
 
 
 class Gradient:
-    """The gradients of U users for one variable, in whatever form; add up to ``sum_u c_u g_u``."""
+    """The gradients g_u of U users for one variable, in some form that can add up ``sum_u c_u g_u``."""
 
     def norm_bounds(self) -> Tensor | None:
-        """Upper bounds of the U norms, float64, where they are cheaper than the norms."""
+        """Upper bounds of the U norms, float64; None where they are not cheaper than the norms."""
         return None
 
     def squared_norms(self) -> Tensor:
@@ -72,7 +72,7 @@ class Gradient:
         raise NotImplementedError
 
     def add_to(self, total: Tensor, coefficients: Tensor) -> None:
-        """``total += sum_u coefficients[u] g_u``, ``[U]``."""
+        """``total += sum_u coefficients[u] g_u``, with coefficients ``[U]``."""
         raise NotImplementedError
 
     def add_evenly(self, total: Tensor, coefficients: Tensor) -> None:
@@ -86,7 +86,7 @@ class Gradient:
 
 @dataclass
 class Explicit(Gradient):
-    """Gradients of a small variable: ``[U, ...]``."""
+    """Gradients of a small variable, stored as ``[U, ...]``."""
 
     gradients: Tensor
 
@@ -95,7 +95,7 @@ class Explicit(Gradient):
         return squared_norms(self.gradients)
 
     def add_to(self, total: Tensor, coefficients: Tensor) -> None:
-        """One product."""
+        """Add them in one product."""
         c = coefficients.to(self.gradients.device, torch.float32)
         total.add_((c @ self.gradients.flatten(1).float()).view(total.shape))
 
@@ -106,7 +106,7 @@ class Explicit(Gradient):
 
 @dataclass
 class Weight(Gradient):
-    """Gradients of a convolution's or linear layer's weights: input ``x``, the output's gradient ``e``."""
+    """Gradients of a convolution's or linear layer's weights, from input ``x`` and output gradient ``e``."""
 
     layer: nn.Conv2d | nn.Linear
     x: Tensor
@@ -120,9 +120,9 @@ class Weight(Gradient):
 
     @property
     def by_gram(self) -> bool:
-        """Whether norms come from Gram matrices, or from the users' gradients themselves.
+        """Whether norms are computed from Gram matrices instead of the users' gradients.
 
-        Always the latter on a GPU: nobody there waits to learn for whom a Gram matrix cannot be relied on.
+        Never on a GPU: the CPU would have to wait to learn for which users a Gram matrix is not exact enough.
         """
         weight = self.layer.weight
         if self.e.device.type != "cpu":
@@ -142,7 +142,7 @@ class Weight(Gradient):
         return gradient
 
     def norm_bounds(self) -> Tensor | None:
-        """``sum over a user's positions t of |x_t| |e_t|``, x_t being what the kernel meets there."""
+        """``sum over a user's positions t of |x_t| |e_t|``, with x_t the kernel's inputs at t."""
         layer = self.layer
         channel = -1 if isinstance(layer, nn.Linear) else 1
         inputs, e = (t.float().square().sum(channel) for t in (self.x, self.e))  # torch's norm is slow here
@@ -154,7 +154,7 @@ class Weight(Gradient):
         return bounds
 
     def squared_norms(self) -> Tensor:
-        """Computed by Gram matrices, or from the users' gradients, which are then kept for `add_to`."""
+        """Squared norms by Gram matrices, or from the users' gradients, which are then kept for `add_to`."""
         if self.by_gram:
             found, reliable = self._gram_norms()
             explicit = (~reliable).nonzero().flatten().tolist()
@@ -168,12 +168,12 @@ class Weight(Gradient):
         return found
 
     def _gram_norms(self) -> tuple[Tensor, Tensor]:
-        """``sum over positions s, t of (x_s . x_t)(e_s . e_t)``, and whether that can be relied on: ``[U]``.
+        """``sum over positions s, t of (x_s . x_t)(e_s . e_t)`` and whether it is exact enough, both ``[U]``.
 
-        The sums are in float64. What `add_to` adds is not: a user's product of T positions has an error of
-        at most ``(T + 2) UNIT sum over t of |x_t| |e_t|``, whatever the order of the sum (Higham 2002,
+        These sums are float64, but `add_to` adds in float32. There a user's product of T positions has an
+        error of at most ``(T + 2) UNIT sum over t of |x_t| |e_t|``, in any order of the sum (Higham 2002,
         section 3.1; one rounding for the coefficient and one for its product with ``e``). Where positions
-        cancel, that may be more than the margin of the norm, and the user's gradient must be made.
+        cancel, the error may exceed the margin of the norm. Then the user's gradient must be computed.
         """
         columns, signals = self._columns(), self._signals()
         starts, count = self.users.starts, self._positions
@@ -219,7 +219,7 @@ class Weight(Gradient):
         return e.permute(0, 2, 3, 1).reshape(-1, e.shape[1])
 
     def add_to(self, total: Tensor, coefficients: Tensor) -> None:
-        """Add the gradients that were made one by one, the others in one dense product in float32."""
+        """Add computed gradients one by one, and the others in one dense product in float32."""
         on_cpu = total.device.type == "cpu"
         factors = coefficients.to(self.e.device, torch.float32)
         for user, gradient in self._own.items():
@@ -235,7 +235,7 @@ class Weight(Gradient):
         if self.by_gram:
             signals = self._signals() * c.repeat_interleave(self._positions)[:, None]
             total.add_((signals.T @ self._columns()).view(total.shape))
-        else:  # whose norms nobody asked for
+        else:  # no norms were asked for
             e = self.e.float() * c.view(-1, *[1] * (self.e.ndim - 1))
             total.add_(self._gradient(self.x.float(), e))
 
@@ -246,7 +246,7 @@ class Weight(Gradient):
         total.add_(self._gradient(self.x.to(self.e.dtype), weighted))
 
     def refuse(self, users: Sequence[int]) -> None:
-        """Set them to zero in place: inputs too, as zero times infinity is not zero."""
+        """Set them to zero in place. Inputs are zeroed too, since zero times infinity is not zero."""
         for user in users:
             self.x[self.users.spans[user]] = 0
             self.e[self.users.spans[user]] = 0
@@ -255,7 +255,7 @@ class Weight(Gradient):
 
 
 def _single_norms(columns: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
-    """`Weight._gram_norms` of users with one position each, of whom a Gram matrix is a number."""
+    """`Weight._gram_norms` for users with one position each, whose Gram matrix is a single number."""
     inputs, e = (torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (columns, signals))
     norms = inputs * e
     return norms.square(), (3 * UNIT * norms <= MARGIN * norms) & (inputs <= LARGEST_INPUT)
@@ -264,7 +264,7 @@ def _single_norms(columns: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
 def convolution_backward(
     layer: nn.Conv2d, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Any, Any]:
-    """Gradients of a convolution's input and weights, of which only those ``wanted`` are tensors."""
+    """Gradients of a convolution's input and weights. Those that are not ``wanted`` are not tensors."""
     if isinstance(layer, Convolution | FewChannels | Depthwise) and layer.takes(x) and e.dtype == x.dtype:
         return layer.gradients(x, e, wanted)
     out = torch.ops.aten.convolution_backward(
@@ -284,7 +284,7 @@ def convolution_backward(
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """The squared norm of ``x``, float64, without a sync; rounding is at most 2^-15 of it."""
+    """The squared norm of ``x``, float64, without a sync. Its relative rounding error is at most 2^-15."""
     flat = x.detach().reshape(-1).float()
     whole = len(flat) - len(flat) % ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1).double()
@@ -294,7 +294,7 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def squared_norms_of(variables: list[Tensor]) -> Tensor:
-    """Squared norms of V variables: ``[V]`` float64. A GPU sums in a tree, which loses less than rows do."""
+    """Squared norms of V variables, ``[V]`` float64. A GPU sums in a tree, which is more exact than rows."""
     if variables[0].device.type == "cpu":
         return torch.stack([squared_norm(v) for v in variables])
     return torch.stack(list(torch._foreach_norm(variables))).double().square()

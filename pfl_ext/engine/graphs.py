@@ -1,7 +1,7 @@
-"""Training steps recorded once as CUDA graphs and replayed: one launch where a step has hundreds.
+"""Training steps that are recorded as CUDA graphs and replayed: one launch instead of hundreds a step.
 
-A graph is for one size of batch, so batches are padded to the next of a few sizes with images of weight zero,
-which changes nothing since no layer mixes images.
+A graph has one batch size. So batches are padded to the next of a few sizes with images of weight zero, which
+changes nothing, since no layer mixes images.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Recorded:
 
 
 class StepGraphs:
-    """The recordings of one lane, by size, by place (first step or later) and by what a step does.
+    """The recordings of one lane, by batch size, by place (first step or later) and by the form of a step.
 
-    ``changed`` gives the vectors that a step writes to; recording leaves them as they were.
+    ``changed`` returns the tensors that a step writes. Recording restores their content.
     """
 
     def __init__(self, device: torch.device, changed: Callable[[], Sequence[Tensor]]) -> None:
@@ -45,10 +45,9 @@ class StepGraphs:
         self._pool: Any = None
 
     def record(self, step: Step, local: LocalTraining, most: int, sample: Batch) -> None:
-        """Recordings for all batches of up to ``most`` images, and no others from here on.
+        """Record steps for all batch sizes up to that of ``most`` images; other recordings are dropped.
 
-        Recordings of another training are given up. The largest comes first: the others find room in
-        the memory that it has left. ``sample``: any batch.
+        The largest size is recorded first, so that the others fit into its memory. ``sample`` is any batch.
         """
         self._recorded.clear()
         sizes = sorted({padded(n) for n in range(1, most + 1)}, reverse=True)
@@ -57,7 +56,7 @@ class StepGraphs:
                 self._recorded[size, first, local] = self._prepared(step, local, first, size, sample)
 
     def run(self, step: Step, local: LocalTraining, first: bool, batch: Batch) -> None:
-        """``step`` on this batch (of the CPU, best pinned): replayed if it has been recorded."""
+        """Run ``step`` on this CPU batch (best pinned), by replay if it was recorded."""
         n = len(batch.images)
         graph = self._recorded.get((padded(n), first, local))
         if graph is None:
@@ -68,7 +67,7 @@ class StepGraphs:
             ours[:n].copy_(fresh, non_blocking=True)
         if n < len(held.images):
             held.shares[n:].zero_()
-            held.crops[n:].copy_(held.crops[:1].expand(len(held.crops) - n, -1))  # any that lies in the image
+            held.crops[n:].copy_(held.crops[:1].expand(len(held.crops) - n, -1))  # any crop inside the image
         graph.replay()
 
     def _prepared(self, step: Step, local: LocalTraining, first: bool, size: int, sample: Batch) -> _Recorded:

@@ -1,4 +1,4 @@
-"""One place where users are trained one after another, with weights of its own: a CPU core, a GPU's stream.
+"""A lane trains users one after another with its own weights, on one CPU core or on one stream of a GPU.
 
 Letters: P parameters in all, V variables (parameter tensors), B images of a batch.
 """
@@ -27,14 +27,14 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import ScalesUpdates
 
 AHEAD = 8
-"""Users that a lane may have asked a GPU to train beyond the one that it trains."""
+"""Number of users whose training a lane may queue on a GPU beyond the one in work."""
 PIECE = 2**18
-"""Numbers of a vector that a CPU's core takes up at once: a megabyte of float32 stays in its cache."""
+"""Elements of a vector that a CPU core processes at once: 1 MB of float32, which stays in its cache."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each of the V variables lies in a vector of P numbers, each in its own memory format."""
+    """The position of each of the V variables in a vector of P numbers, and its memory format."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -62,16 +62,16 @@ class Layout:
 
     @cached_property
     def owners(self) -> Tensor:
-        """``[P]``: the place of the variable that each number is of; made once, for all lanes."""
+        """``[P]``: for each number the index of its variable; computed once for all lanes."""
         places = torch.arange(len(self.sizes), dtype=torch.int32)
         return sent(places.repeat_interleave(torch.tensor(self.sizes)), self.device)
 
     def zeros(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``[P]``."""
+        """A vector ``[P]`` of zeros."""
         return torch.zeros(self.num_parameters, dtype=dtype, device=self.device)
 
     def gather(self, module: nn.Module) -> Tensor:
-        """Move the trained parameters of ``module`` into one vector ``[P]``, of which they become views."""
+        """Copy the trained parameters of ``module`` into one vector ``[P]``, and make them views of it."""
         vector = self.zeros()
         trained = (p for p in module.parameters() if p.requires_grad)
         for parameter, view in zip(trained, self.views(vector)):
@@ -90,12 +90,12 @@ class Layout:
 
 
 class Lane:
-    """Local weights, a sum of updates, and a taped network; the central model is shared and only read.
+    """Local weights, a sum of updates, and a taped network. Lanes share the central model and only read it.
 
     Args:
-        start: the central weights ``[P]``, of which ``central``'s parameters are views.
-        once: whether no layer is used twice: then gradients of uses need not be added up, and a weight may be
-            moved as soon as its gradient is known.
+        start: the central weights ``[P]``; the parameters of ``central`` are views of it.
+        once: whether no layer is used twice. Then gradients need not be added up over uses, and a weight can
+            be changed as soon as its gradient is known.
         graphs: whether a GPU's steps are recorded.
     """
 
@@ -109,11 +109,11 @@ class Lane:
         graphs: bool = True,
     ) -> None:
         self.layout, self._start, self._once = layout, start, once
-        self._local = layout.zeros()  # weights, then the update
+        self._local = layout.zeros()  # first the weights, at the end the update
         self._velocity: Tensor | None = None  # of momentum
         self._velocities: list[Tensor] = []
-        self._corrections: list[Tensor] = []  # of the next user, by variable
-        self.besides: dict[str, Tensor] = {}  # the sum of what its users send besides their updates
+        self._corrections: list[Tensor] = []  # for the next user, by variable
+        self.besides: dict[str, Tensor] = {}  # sum of what users send besides updates
         self._central, self._module = central, copy.deepcopy(central)
         self._starts, self._weights = layout.views(start), layout.views(self._local)
         for parameter, view in zip(trained(self._module), self._weights):
@@ -126,11 +126,11 @@ class Lane:
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs(layout.device, self._written) if on_gpu and graphs else None
-        self._rate = torch.ones((), device=layout.device)  # what graphs read where the rate varies
+        self._rate = torch.ones((), device=layout.device)  # read by graphs where the rate varies
         self._users_done: deque[Any] = deque()
 
     def _rooms_of(self) -> tuple[dict[int, Room], dict[int, Room]]:
-        """Memory for the gradients of linear layers' weights, by parameter and by place among variables."""
+        """Memory for the gradients of linear layers' weights: by ``id`` of the parameter, and by variable."""
         rooms, places = {}, {}
         both = zip(trained(self._central), trained(self._module))
         layers = self._module.modules() if self._once else ()
@@ -142,7 +142,7 @@ class Lane:
         return rooms, places
 
     def _written(self) -> list[Tensor]:
-        """What a step writes to."""
+        """The tensors that a step writes."""
         written = [self._local, self.sums.losses]
         return written if self._velocity is None else [*written, self._velocity]
 
@@ -154,11 +154,11 @@ class Lane:
             self._corrections = self.layout.views(self.layout.zeros())
 
     def _rate_is_read(self, local: LocalTraining) -> bool:
-        """Whether steps read the rate from memory: a graph, recorded once, is for every round's."""
+        """Whether steps read the learning rate from memory, so that one graph serves every round."""
         return self._graphs is not None and local.rate_varies
 
     def clear(self, scaling: ScalesUpdates | None = None) -> None:
-        """Before a round, in the caller's stream, for which lanes wait: what they share is made there."""
+        """Reset the sums before a round; make shared tensors in the caller's stream, for which lanes wait."""
         if self._stream is not None and scaling is not None:
             self._owners = self.layout.owners
         self.sums.vector.zero_()
@@ -168,7 +168,7 @@ class Lane:
 
     @contextlib.contextmanager
     def working(self) -> Any:
-        """Within, work goes to the lane's stream, after what was asked for before; a CPU has none."""
+        """In this context work goes to the lane's stream, after the caller's earlier work; none on a CPU."""
         if self._stream is None:
             yield
             return
@@ -178,9 +178,9 @@ class Lane:
             yield
 
     def keep_pace(self) -> None:
-        """After each user: wait until the GPU is done with the one of `AHEAD` users ago.
+        """Wait, after each user, until the GPU has finished the user `AHEAD` places before.
 
-        Else the CPU runs ahead, and what it has asked for lies in pinned memory without a bound.
+        Otherwise the CPU would run ahead and queue batches in pinned memory without a bound.
         """
         if self._stream is None:
             return
@@ -191,12 +191,12 @@ class Lane:
             self._users_done.popleft().synchronize()
 
     def join(self) -> None:
-        """What the caller asks of the device from here on comes after the lane's work."""
+        """Make the caller's further work on the device wait for the lane's work."""
         if self._stream is not None:
             torch.cuda.current_stream(self.layout.device).wait_stream(self._stream)
 
     def train(self, batches: Iterable[Batch], local: LocalTraining) -> None:
-        """Local training from the central weights; its end is what `add` or `update` takes up."""
+        """Train one user from the central weights. `add` or `update` then uses the local weights."""
         self._prepare(local)
         if self._rate_is_read(local):
             self._rate.fill_(local.learning_rate)
@@ -212,12 +212,12 @@ class Lane:
             self._local.copy_(self._start)
 
     def correct(self, corrections: Mapping[str, Tensor], local: LocalTraining) -> None:
-        """The next `train` adds these to its steps, where ``local.correction`` says."""
+        """Set the corrections that the next `train` adds to its steps, where ``local.correction`` says."""
         self._prepare(local)
         torch._foreach_copy_(self._corrections, [corrections[name] for name in self.layout.names])
 
     def gradient(self, batches: Sequence[Batch], local: LocalTraining) -> dict[str, Tensor]:
-        """The gradient of the mean loss over all these images at the central weights, by variable."""
+        """The gradient, by variable, of the mean loss over all these images at the central weights."""
         num_images = sum(len(batch.images) for batch in batches)
         total = [torch.zeros_like(start) for start in self._starts]
         for batch in batches:
@@ -229,7 +229,7 @@ class Lane:
     def _gradients(
         self, module: ImageClassifier, batch: Batch, local: LocalTraining, stepping: bool = False
     ) -> list[Tensor]:
-        """Gradients by variable. ``stepping``: for a step: its losses count, layers may make it (`Room`)."""
+        """Gradients by variable. ``stepping``: whether losses count and layers may make the step (`Room`)."""
         for place, room in self._places.items():
             at_once = stepping and local.is_plain and not self._rate_is_read(local)
             room.after = self._weights[place] if at_once else None
@@ -245,7 +245,7 @@ class Lane:
             return list(torch.autograd.grad(loss, trained(module)))
 
     def rehearse(self, local: LocalTraining, sample: Batch) -> None:
-        """Record a GPU's graphs, while no other lane works."""
+        """Record a GPU's graphs. No other lane may work meanwhile."""
         if self._graphs is None:
             return
         self._prepare(local)
@@ -254,7 +254,7 @@ class Lane:
         self.join()
 
     def _step(self, local: LocalTraining, first: bool, batch: Batch) -> None:
-        """One SGD step (an image whose share is 0 is padding), the first from the centre.
+        """Make one SGD step; the ``first`` starts from the central weights. Images with share 0 are padding.
 
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
@@ -289,7 +289,7 @@ class Lane:
                 corrections = list(torch._foreach_mul(corrections, self._rate)) if corrections else []
             if not first:
                 torch._foreach_sub_(self._weights, gradients, alpha=local.learning_rate)
-            elif self._stream is not None:  # few launches
+            elif self._stream is not None:  # this way needs few launches
                 torch._foreach_mul_(gradients, -local.learning_rate)
                 torch._foreach_add_(gradients, self._starts)
                 torch._foreach_copy_(self._weights, gradients)
@@ -301,14 +301,14 @@ class Lane:
 
     @torch.no_grad()
     def _descend(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> None:
-        """A step of nothing but gradient descent, of those variables that their layers have not moved."""
+        """Make a plain gradient step on those variables that their layers have not changed already."""
         sources = self._starts if first else self._weights
         for place, (weight, source, gradient) in enumerate(zip(self._weights, sources, gradients)):
             if place not in self._places or not self._places[place].done:
                 torch.sub(source, gradient, alpha=local.learning_rate, out=weight)
 
     def decay(self, weight: float, local: LocalTraining, scaling: ScalesUpdates | None) -> None:
-        """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""
+        """Add the weight decay of one-step users to the sum: ``-lr * decay * central weights`` for each."""
         if not local.weight_decay:
             return
         assert scaling is None, "their norms are not known"
@@ -334,16 +334,16 @@ class Lane:
             self.sums.vector.add_(torch.where(wide == 0, 0.0, self._local * wide), alpha=weight)
             return
         for view, update, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):
-            if scale:  # a refused user's numbers may be infinite
+            if scale:  # a refused user's update may be infinite
                 view.add_(update, alpha=weight * scale)
 
     def added(self) -> dict[str, Tensor]:
-        """The update that `add` has just added without a scaling, by name; views that `train` overwrites."""
+        """The update that `add` just added without scaling, by name, as views that `train` overwrites."""
         return dict(zip(self.layout.names, self._weights))
 
     @torch.no_grad()
     def update(self) -> dict[str, Tensor]:
-        """The update of the user just trained, by name; views that the next user overwrites."""
+        """The update of the user just trained, by name, as views that the next user overwrites."""
         self._local.sub_(self._start)
         return dict(zip(self.layout.names, self._weights))
 

@@ -1,4 +1,4 @@
-"""A GroupNorm that does what follows it in the same pass, whatever computes it.
+"""Base of GroupNorms that compute the operations after them in the same pass, on a CPU or a GPU.
 
 Shape letters: N images, C channels, H and W positions.
 """
@@ -14,9 +14,9 @@ from pfl_ext.engine.cpu.convolutions import followed
 
 
 class JoiningNorm(nn.GroupNorm):
-    """GroupNorm in channels-last memory, with what comes after it: nothing, a ReLU, or a sum and a ReLU.
+    """GroupNorm in channels-last memory, with what follows it: nothing, a ReLU, or a sum and a ReLU.
 
-    Its scale and shift are another's.
+    It shares scale and shift with ``layer``.
     """
 
     def __init__(self, layer: nn.GroupNorm) -> None:
@@ -24,15 +24,15 @@ class JoiningNorm(nn.GroupNorm):
         self.weight, self.bias = layer.weight, layer.bias
 
     def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
-        """Whether ``x`` ``[N, C, H, W]``, and what is added, goes this way; else torch does it."""
+        """Whether this layer computes ``x`` ``[N, C, H, W]`` and ``added`` itself; else torch does."""
         raise NotImplementedError
 
     def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
-        """The output, with what `gradients` needs left on an autograd function's ``ctx``."""
+        """The output. What `gradients` needs is saved on an autograd function's ``ctx``."""
         raise NotImplementedError
 
     def gradients(self, ctx: Any, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added."""
+        """Gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of ``added``."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, relu: bool = False, added: Tensor | None = None) -> Tensor:

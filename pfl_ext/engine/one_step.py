@@ -1,7 +1,7 @@
-"""The users who make a single local step, many at once.
+"""Training of users who make a single local step, many at once.
 
-Such a user never leaves the central model, so its update is ``-lr`` times its clipped gradient there, and a
-cohort's weighted sum of them needs no weights or updates of its own for any user (`tape`).
+The update of such a user is ``-lr`` times its clipped gradient at the central model. So the weighted sum of
+many updates can be computed without weights or updates of single users (`tape`).
 
 Shape letters: U users, B images, V variables, P parameters.
 """
@@ -27,25 +27,25 @@ from pfl_ext.privacy.mechanisms import LARGEST
 
 @dataclass
 class Sums:
-    """Where one lane adds up its users' updates."""
+    """The sums in which one lane adds up its users' updates."""
 
     vector: Tensor  # [P]
     views: dict[str, Tensor]
     tally: list[Tensor]  # each [5]: see `pfl_ext.privacy.central.tally_of`
     losses: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
-    """``[2]``: the sum of the losses of all images, each at the step that it was in, and their number."""
+    """``[2]``: the sum of all images' losses, each at the step with that image, and their number."""
 
 
 @dataclass(frozen=True)
 class CohortSum:
-    """What a worker's share of a cohort sends, added up."""
+    """The sum of what a worker's share of a cohort sends."""
 
     update: dict[str, Tensor]  # by variable; views that the next round overwrites
     num_users: int
     num_images: int
     tally: Tensor | None  # [5]
     besides: dict[str, Tensor] = field(default_factory=dict)
-    """What users send besides their updates."""
+    """The sum of what users send besides their updates."""
 
 
 def train_one_step(
@@ -60,7 +60,7 @@ def train_one_step(
 ) -> None:
     """Add ``weights[u] * scale_u * update_u`` of U users to ``sums``.
 
-    ``batch`` holds what each of them has, one after another: user u has ``sizes[u]`` images.
+    ``batch`` holds the users' images one user after another; user u has ``sizes[u]`` of them.
     """
     device = model.mean.device
     images, targets, crops, shares = (t.to(device, non_blocking=True) for t in batch)
@@ -96,7 +96,7 @@ class _Adding:
         self._factors = dict(zip(sums.views, local.each_factor(len(sums.views))))
 
     def add(self, name: str, gradient: Gradient) -> None:
-        """Add the gradient of one variable, whose clipping depends on no other."""
+        """Add one variable's gradient, if its clipping depends on no other variable."""
         steps = -self._local.learning_rate * self._factors["backbone." + name] * self._weights
         total = self._sums.views["backbone." + name]
         if self._local.clipping == "none" or self._surely_small(gradient):
@@ -110,15 +110,15 @@ class _Adding:
         return bounds is not None and bool((bounds <= self._local.max_norm).all())
 
     def keep(self, name: str, gradient: Gradient) -> None:
-        """Keep the gradient of one variable until all are known."""
+        """Keep one variable's gradient until all are known."""
         self._kept["backbone." + name] = gradient
 
     @torch.no_grad()
     def add_kept(self) -> None:
-        """Add the kept gradients of all variables, scaled as their norms together decide."""
+        """Add the kept gradients of all variables, with scales from all their norms."""
         names = list(self._sums.views)
         norms = torch.stack([self._kept[name].squared_norms() for name in names], 1)  # [U, V]
-        if self._scaling is not None:  # factors of larger ones would lose digits as float32
+        if self._scaling is not None:  # larger factors would lose digits in float32
             norms = torch.where(norms <= LARGEST**2, norms, torch.inf)
         factors = -self._local.learning_rate * local_clipping(norms, self._local)
         if self._local.factors:
@@ -136,7 +136,7 @@ class _Adding:
 
 
 def local_clipping(squared_norms: Tensor, local: LocalTraining) -> Tensor:
-    """Factors ``[U, V]`` of one step's gradients from their squared norms ``[U, V]``, float64."""
+    """Clipping factors ``[U, V]`` of one step's gradients, from their squared norms ``[U, V]``, float64."""
     if local.clipping == "variable":
         return local.max_norm / squared_norms.sqrt().clamp(min=local.max_norm)
     if local.clipping == "global":

@@ -1,6 +1,6 @@
-"""Which users of a round are trained together, on which worker and in which lane; predicted work decides.
+"""Plans a round: which users are trained together, on which worker and in which lane, by predicted work.
 
-It depends on the cohort alone, so that the order of every floating-point sum is the same in every repetition.
+A plan depends on the cohort alone, so the order of every floating-point sum is the same in each repetition.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from pfl_ext.data.federated_dataset import Member
 from pfl_ext.data.schedule import longest_first
 
 MAX_USERS = 16
-"""Most users of a group where a bound must know every user's norm: their gradients are held together."""
+"""Most users of a group where every user's norm is needed, since their gradients are in memory together."""
 MAX_USERS_OF_FEATURES = 256
-"""The same where features are trained on, of which a gradient is held as its two factors."""
+"""`MAX_USERS` for training on features, where a gradient is stored as its two factors."""
 STEP, FUSED = 5.0, 1.3
-"""Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
+"""Predicted work, in passes of one image: of a step in addition to its images, and of an image in a group."""
 WIDE = 0.8
-"""Speed of a step on all cores over that of as many steps side by side."""
+"""Speed of one step after another on all cores, relative to one step on each core at the same time."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Users who are trained together: several with one step each, or one."""
+    """Users who are trained together: one user, or several with one step each."""
 
     members: tuple[Member, ...]
     together: bool
 
     @property
     def work(self) -> float:
-        """Predicted, in passes of one image."""
+        """Predicted work, in passes of one image."""
         if self.together:
             return FUSED * sum(m.num_passes for m in self.members) + STEP
         (member,) = self.members
@@ -41,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How an engine arranges every round; its sums depend on it by rounding."""
+    """How an engine arranges every round. It changes the sums only by rounding."""
 
     lanes: int
     fuse: bool
@@ -56,9 +56,9 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who trains where: first the users of ``wide``, one after another on all cores, then the lanes.
+    """First the users of ``wide`` are trained, one after another on all cores; then the lanes work.
 
-    A lane begins with its lightest, so that it need not wait long for the first to be read.
+    A lane begins with its lightest task, so that it does not wait long until the first images are read.
     """
 
     wide: list[Task]
@@ -66,7 +66,7 @@ class Plan:
 
 
 def grouped(members: Sequence[Member], max_images: int, fuse: bool, max_users: int = MAX_USERS) -> list[Task]:
-    """A cohort's tasks. They depend on neither workers nor lanes, so that no rounding does."""
+    """A cohort's tasks. Neither workers nor lanes change them, so neither changes any rounding."""
     tasks = [Task((m,), False) for m in members if not (fuse and m.num_steps == 1)]
     group: list[Member] = []
     images = 0
@@ -80,13 +80,13 @@ def grouped(members: Sequence[Member], max_images: int, fuse: bool, max_users: i
 
 
 def dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
-    """The tasks of each of so many workers or lanes, heaviest first."""
+    """Divide tasks among ``parts`` workers or lanes; each gets its tasks heaviest first."""
     shares = longest_first(np.array([task.work for task in tasks]), parts)
     return [[tasks[position] for position in share] for share in shares]
 
 
 def plan(tasks: Sequence[Task], num_lanes: int, widen: bool = True) -> Plan:
-    """The least predicted time. A user too heavy for one lane is trained on all cores, if there are any."""
+    """The plan of least predicted time. ``widen``: whether a user may be trained on all cores."""
     tasks = sorted(tasks, key=lambda task: -task.work)
     best, least = Plan([], []), float("inf")
     for count in range(len(tasks) + 1):

@@ -1,4 +1,4 @@
-"""The threads of the lanes, which are there from the first round to the last."""
+"""The threads of the lanes, which live from the first round to the last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Work = Callable[[Lane, Sequence[Task]], None]
 
 
 def as_many(make: Callable[[], Lane], wanted: int) -> list[Lane]:
-    """The lanes made: so many as wanted, or those that a device's memory has room for."""
+    """Make ``wanted`` lanes, or as many as fit into the device's memory."""
     lanes: list[Lane] = []
     while len(lanes) < wanted and fits(lambda: lanes.append(make())):
         pass
@@ -24,7 +24,7 @@ def as_many(make: Callable[[], Lane], wanted: int) -> list[Lane]:
 
 
 class LanePool:
-    """Runs a plan's tasks, a thread for each lane where there are several."""
+    """Runs a plan's tasks, with a thread for each lane if there are several."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._threads = device, None
@@ -32,10 +32,10 @@ class LanePool:
     _threads: ThreadPoolExecutor | None
 
     def run(self, lanes: Sequence[Lane], tasks: Plan, work: Work) -> list[RuntimeError]:
-        """Do ``work`` on all tasks; what a device or torch refused of it, once every lane has ended.
+        """Do ``work`` on all tasks. Returns the RuntimeErrors of torch or the device, after all lanes ended.
 
         Raises:
-            Exception: any other of ``work``.
+            Exception: any other exception of ``work``.
         """
         if len(lanes) == 1:
             return self._caught([lambda: work(lanes[0], [*tasks.wide, *tasks.lanes[0]])])
@@ -45,7 +45,7 @@ class LanePool:
             self._threads = ThreadPoolExecutor(len(lanes), "lane", begin_thread, (self._device,))
         running = [self._threads.submit(work, lane, mine) for lane, mine in zip(lanes, tasks.lanes)]
         for future in running:
-            future.exception()  # all must have ended before one is reported
+            future.exception()  # waits: all must end before an error is raised
         return self._caught([future.result for future in running])
 
     @staticmethod

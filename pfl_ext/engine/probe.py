@@ -1,4 +1,4 @@
-"""Whether a network can be trained in groups, and in how large ones, found out by trying."""
+"""Finds out by trial whether a network can be trained in groups of users, and how large these may be."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier
 
-CPU_BYTES = 1 << 30  # of activations of one group; also about what keeps a group's layers in the caches
+CPU_BYTES = 1 << 30  # for the activations of one group; about as much keeps its layers in the caches
 MOST_IMAGES = {"cpu": 32, "cuda": 256}
-"""Most images of a group, whatever the memory. On a CPU twice as many took 0.88 of the time, but leave a
-small cohort's lanes less even (README)."""
+"""Most images of a group, whatever the memory. On a CPU twice as many took 0.88 of the time, but divide a
+small cohort less evenly among lanes (README)."""
 MOST_FEATURES = 256
-"""The same where features are trained on, which take no pass through layers worth the name."""
-GPU_SHARE = 0.5  # of the free memory, for the groups of all lanes together
-COPIES = 3.0  # a group's memory over that of its saved activations: their gradients and a layer's scratch
-TOLERANCE = 1e-3  # relative, of each variable's gradient
+"""Most images of a group for training on features, where a pass is only through the last layers."""
+GPU_SHARE = 0.5  # share of the free memory for the groups of all lanes together
+COPIES = 3.0  # a group's memory over that of its activations, with their gradients and a layer's scratch
+TOLERANCE = 1e-3  # relative error of each variable's gradient
 
 
 def _image_losses(outputs: Tensor) -> Tensor:
-    """A loss of each of two images whose gradient depends on every output, whatever the outputs mean."""
+    """Losses of two images whose gradients depend on every output, whatever the outputs mean."""
     flat = outputs.flatten(1).float()
     targets = (torch.arange(flat.numel(), device=flat.device) % 3 == 0).float().view_as(flat)
     return F.binary_cross_entropy_with_logits(flat, targets, reduction="none").mean(1)
 
 
 def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
-    """Whether the tape of two made images holds every variable's gradient, once and rightly.
+    """Whether the tape of two synthetic images holds every variable's gradient exactly once, and correctly.
 
-    It does not where parameters stand outside convolutions, linear layers and the norms of `tape.KINDS`, or a
-    layer is used twice, or sees several images at a time. Then users are trained one by one.
+    It does not if parameters are outside convolutions, linear layers and the norms of `tape.KINDS`, or if a
+    layer is used twice or mixes images. Then users are trained one by one.
     """
     names = [n for n, p in model.backbone.named_parameters() if p.requires_grad]
     device = model.mean.device
@@ -57,7 +57,7 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     weights = torch.tensor([0.25, 0.75], device=device)
     try:
         net.run(x, _image_losses, users, weights, on_gradient, contextlib.nullcontext())
-    except RuntimeError:  # a tensor that was needed was changed in place, or a layer's input is no image's
+    except RuntimeError:  # a saved tensor was changed in place, or a layer's input does not belong to images
         return False
     if twice or set(found) != set(names):
         return False
@@ -75,7 +75,7 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
 
 
 def activation_bytes(model: ImageClassifier, local: LocalTraining) -> int:
-    """What forward keeps for backward, of one image, without the weights."""
+    """Bytes that forward saves for backward for one image, without the weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -97,12 +97,12 @@ def activation_bytes(model: ImageClassifier, local: LocalTraining) -> int:
 
 
 def most_images(model: ImageClassifier) -> int:
-    """Most images of a group, whatever the memory: the same on every worker."""
+    """Most images of a group, whatever the memory. It is the same on every worker."""
     return MOST_FEATURES if isinstance(model, FeatureClassifier) else MOST_IMAGES[model.mean.device.type]
 
 
 def group_size(model: ImageClassifier, local: LocalTraining, lanes: int, most: int) -> int:
-    """Images of one group: what memory allows, and at ``most`` so many."""
+    """Number of images of one group: as many as memory allows, and at most ``most``."""
     device = model.mean.device
     if device.type == "cuda":
         budget = torch.cuda.mem_get_info(device)[0] * GPU_SHARE / lanes

@@ -1,12 +1,12 @@
-"""Before the first round on a GPU, the engine shows that it trains there as pfl's own loop does.
+"""Compares the engine with pfl's own loop before the first round on a GPU.
 
-A few users of the round are trained by both, and what they send is compared: weighted, clipped and added up,
-as one vector. Where the fast path fails, hangs or is off by more than rounding, the engine takes the next of
-`PATHS` and is compared again; after the last of them pfl's loop trains the users. Private runs clip in both,
-so that a path whose clipping is wrong is not taken.
+Both train a few users of the round. The weighted and clipped sums of what the users send are compared as one
+vector. If the fast path fails, hangs or differs by more than rounding, the engine tries the next of `PATHS`.
+After the last of them pfl's loop trains the users. Private runs clip in both, so that a path with wrong
+clipping is refused.
 
-What came of it is kept in the user's cache folder for the same GPU, versions, code and network. It is noted
-there before each attempt which path is tried: a path that took the process with it is not tried again.
+The outcome is kept in the user's cache folder, for the same GPU, versions, code and network. Each attempt is
+noted there before it starts, so that a path that ended the process is not tried again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torch import Tensor
 from dataset.files import write_json
 
 PATHS = ("CUDA graphs on several streams", "no CUDA graphs", "one stream", "torch's own layers")
-"""Each with all that those before it have given up."""
+"""From fast to slow. Each path also avoids what the paths before it avoid."""
 LIMIT = 1e-3
-"""Largest distance between the two sums, relative to pfl's, in float32. In a shorter type it is this and
-twice the distance of pfl's own sum from float32's: two computations that round so may be apart by that."""
+"""Largest distance between the two sums, relative to pfl's, in float32. In a shorter type, twice the distance
+of pfl's own sum from its float32 sum is added, since two such computations may differ by that."""
 CPU_LIMIT = 5e-3
-"""The same on a CPU, where compiled convolutions round more coarsely than torch's, so that more ReLUs fall on
-the other side: 6e-4 was seen with ResNet-18 and a user of one image."""
+"""`LIMIT` on a CPU. Compiled convolutions have larger rounding errors than torch's, so more ReLUs switch:
+6e-4 was seen with ResNet-18 and a user of one image."""
 SECONDS = 180.0
-"""Time limit of one path, with the compilation of its kernels; beyond that it hangs."""
+"""Time limit of one path, with the compilation of its kernels. A path that takes longer is said to hang."""
 AGAIN = 75
-"""Exit code of what goes on when the same command is started again (`dataset.cli`)."""
+"""Exit code of a run that continues when the same command is started again (`dataset.cli`)."""
 Sums = Mapping[str, Tensor]
 
 
@@ -54,36 +54,36 @@ def fingerprint(*words: Any) -> str:
 
 
 def distance(ours: Sums, theirs: Sums) -> float:
-    """Distance of two sums by variable, over the norm of the second; not finite where either is not."""
+    """Distance of two sums, relative to the norm of the second; not finite if either sum is not."""
     gap = torch.stack([(ours[n].double() - theirs[n].double()).square().sum() for n in theirs]).sum()
     size = torch.stack([t.double().square().sum() for t in theirs.values()]).sum()
     return float((gap / size.clamp(min=1e-60)).sqrt())
 
 
 def allowed(expected: Sums, exact: Callable[[], Sums], limit: float = LIMIT) -> float:
-    """The distance up to which another computation of a sum is as good.
+    """The largest distance from pfl's sum that rounding explains.
 
     Args:
         expected: the sum by pfl's loop.
-        exact: the same in float32.
+        exact: computes pfl's sum in float32.
         limit: `LIMIT` or `CPU_LIMIT`.
     """
     return limit + 2 * distance(expected, exact())
 
 
 class SelfCheck:
-    """Finds a path that can be relied on, once in a process.
+    """Finds a path that trains as pfl's loop does, once in a process.
 
     Args:
-        folder: of the run, in which ``engine_check.json`` says what failed.
-        private: whether the run is: a deviation is computed from users' images, and is not disclosed then.
-        kept: where outcomes are kept; None: the user's cache folder.
-        seconds: for one path.
+        folder: the run's folder, in which ``engine_check.json`` says what failed.
+        private: whether the run is private; deviations depend on users' images and are not disclosed then.
+        kept: the folder of outcomes; None: the user's cache folder.
+        seconds: the time limit of one path.
         end: ends a process that hangs.
     """
 
     on_cpu: ClassVar[bool] = False
-    """Whether the engine is checked where it does not run on a GPU."""
+    """Whether the engine is also checked on a CPU."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class SelfCheck:
         exact: Callable[[], Sums],
         users: int,
     ) -> int:
-        """The place in `PATHS` of the first that holds; their number if none does.
+        """The index in `PATHS` of the first path that passes, or ``len(PATHS)`` if none does.
 
         Args:
-            key: what the outcome is kept under.
-            ours: the sum by a path, given its place.
-            theirs: the sum by pfl's loop; ``exact``: the same in float32.
-            users: how many are trained, for the line that is printed.
+            key: the key of the kept outcome.
+            ours: computes the sum by the path of an index.
+            theirs: computes the sum by pfl's loop; ``exact`` does so in float32.
+            users: the number of users that are trained, for the printed line.
         """
         place = self._kept / f"engine-check-{key}-{torch.cuda.current_device()}.json"
         known = read_kept(place)
@@ -154,11 +154,11 @@ class SelfCheck:
     def _tried(
         self, number: int, limit: float, ours: Callable[[int], Sums], expected: Sums
     ) -> tuple[float | None, str | None]:
-        """The deviation of a path, and why it cannot be relied on, if it cannot."""
+        """The deviation of a path, and the reason if it does not pass."""
         with self._watched(number):
             try:
                 deviation = distance(ours(number), expected)
-            except Exception as fault:  # whatever a device, a compiler or torch makes of it
+            except Exception as fault:  # devices, compilers and torch raise many types
                 why = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
                 self._traceback = traceback.format_exc()
                 end_if_dead(why)
@@ -217,9 +217,9 @@ class SelfCheck:
 
 
 class CheckOnCpu(SelfCheck):
-    """The same comparison of an engine on a CPU, which has one path. Nothing is kept.
+    """The comparison for an engine on a CPU, which has one path. Nothing is kept.
 
-    ``path`` of its outcome is 0 where the engine can be relied on.
+    ``path`` of its outcome is 0 if the engine passes.
     """
 
     on_cpu = True
@@ -232,7 +232,7 @@ class CheckOnCpu(SelfCheck):
         exact: Callable[[], Sums],
         users: int,
     ) -> int:
-        """0, or the number of `PATHS` where the engine's sum is not that of pfl's loop."""
+        """0, or ``len(PATHS)`` if the engine's sum differs from that of pfl's loop."""
         expected = theirs()
         limit = allowed(expected, exact, CPU_LIMIT)
         deviation, why = self._tried(0, limit, ours, expected)
@@ -246,10 +246,10 @@ class CheckOnCpu(SelfCheck):
 
 
 def end_if_dead(why: str) -> None:
-    """A GPU that met an illegal access refuses all further work of its process.
+    """Exit if the GPU refuses all further work of this process, as it does after an illegal access.
 
     Raises:
-        SystemExit: code 75: the same command goes on by another path.
+        SystemExit: with code 75; the same command then continues by another path.
     """
     if not torch.cuda.is_available():
         return
@@ -261,7 +261,7 @@ def end_if_dead(why: str) -> None:
 
 
 def is_alive(attempt: Mapping[str, Any]) -> bool:
-    """Whether the process that tries a path is another one that is still at it."""
+    """Whether another process of this machine is still trying a path."""
     host, process = attempt["by"]
     if host != socket.gethostname() or process == os.getpid():
         return False
@@ -273,12 +273,12 @@ def is_alive(attempt: Mapping[str, Any]) -> bool:
 
 
 def kept_in() -> Path:
-    """The folder of what is kept for later runs of this user."""
+    """The folder in which results are kept for later runs of this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
 
 
 def read_kept(place: Path) -> dict[str, Any]:
-    """What is kept there; nothing where that cannot be read."""
+    """The content of a kept file; empty if it cannot be read."""
     try:
         found = json.loads(place.read_text())
     except (OSError, ValueError):
@@ -287,7 +287,7 @@ def read_kept(place: Path) -> dict[str, Any]:
 
 
 def write_kept(place: Path, content: Mapping[str, Any]) -> None:
-    """What cannot be kept is checked again."""
+    """Write a kept file. If that fails nothing is kept, and a later run checks again."""
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         write_json(place, content)

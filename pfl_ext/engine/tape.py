@@ -1,11 +1,11 @@
-"""One pass through a network for many users at once, from which every user's own gradient can be had.
+"""One pass through a network for many users at once, which yields every user's own gradient.
 
-All users share the weights here, so that forward and the gradients of activations are ordinary dense work on
-one large batch; what differs by user is only how each layer's input and output gradient are put together
-(Goodfellow 2015, arXiv 1510.01799; Rochette et al. 2019, arXiv 1912.06015). A layer's inputs and output
-gradients go to a `Tape`, and a `Gradient` made of them gives the norm of each user's gradient and any
-weighted sum of them. The norms of layers with few positions come from Gram matrices, without making gradients
-("ghost norms": Li et al. 2022, arXiv 2110.05679; Bu et al. 2022, arXiv 2205.10683).
+All users share the weights here, so forward and the gradients of activations are ordinary dense work on one
+large batch. Only the product of each layer's input and output gradient is formed for each user (Goodfellow
+2015, arXiv 1510.01799; Rochette et al. 2019, arXiv 1912.06015). A layer's inputs and output gradients go to a
+`Tape`. A `Gradient` made of them computes the norm of each user's gradient and any weighted sum of gradients.
+The norms of layers with few positions come from Gram matrices, without computing gradients ("ghost norms": Li
+et al. 2022, arXiv 2110.05679; Bu et al. 2022, arXiv 2205.10683).
 
 Shape letters: B images of all users one after another, C channels.
 """
@@ -29,23 +29,23 @@ from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d
 
 @dataclass
 class Tape:
-    """What one pass leaves behind, variable by variable, in the order of backward."""
+    """Receives the gradients of one pass, variable by variable, in the order of backward."""
 
     users: Users
     on_gradient: Callable[[str, Gradient], None]
-    """Called with (name of the variable, its `Gradient`) as soon as it is known."""
+    """Is called with (name of a variable, its `Gradient`) as soon as that is known."""
     trained: frozenset[str]
-    """The names of the variables that are asked for: of a layer these may be some, as its bias alone."""
+    """Names of the variables whose gradients are wanted; for a layer this may be only its bias."""
 
     def put(self, layer: nn.Module, name: str, gradient: Gradient) -> None:
-        """Hand a gradient over under its full name, if it is asked for."""
+        """Pass a gradient on under its full name, if it is wanted."""
         full = f"{layer.tape_name}.{name}"
         if full in self.trained:
             self.on_gradient(full, gradient)
 
 
 class _Layer(torch.autograd.Function):
-    """A layer whose backward gives its input's gradient and puts its weights' on the tape."""
+    """A layer whose backward returns its input's gradient and puts its weights' gradient on the tape."""
 
     @staticmethod
     def forward(
@@ -87,7 +87,7 @@ class _Layer(torch.autograd.Function):
 
 
 def joins(layer: nn.Module, x: Tensor, added: Tensor | None = None) -> TypeGuard[JoiningNorm]:
-    """Whether this layer takes over what follows it."""
+    """Whether this layer computes itself what follows it."""
     return isinstance(layer, JoiningNorm) and layer.takes(x, added)
 
 
@@ -116,8 +116,8 @@ def _linear_backward(ctx: Any, e: Tensor, layer: nn.Conv2d | nn.Linear, tape: Ta
 def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
     if x.device.type != "cpu":
         if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # as autocast has it there
-        x = x.contiguous()  # torch's norm knows no other memory there
+            x = x.float()  # as under autocast
+        x = x.contiguous()  # torch's norm takes no other layout there
     (n, c), size = x.shape[:2], x.shape[2:].numel()
     out, mean, rstd = torch.native_group_norm(
         x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps
@@ -166,7 +166,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _trained(layer: nn.Module) -> bool:
-    """Whether training changes anything that is the layer's own."""
+    """Whether the layer itself (without submodules) has trained parameters."""
     return any(p.requires_grad for p in layer.parameters(recurse=False))
 
 
@@ -212,12 +212,12 @@ class TapedNetwork:
         on_gradient: Callable[[str, Gradient], None],
         autocast: Any,
     ) -> Tensor:
-        """The gradients of ``sum_i shares[i] loss_i``, one variable after another, to ``on_gradient``.
+        """Pass the gradients of ``sum_i shares[i] loss_i`` to ``on_gradient``, one variable after another.
 
         Returns the losses ``[B]``.
 
-        ``x`` ``[B, 3, S, S]``; ``image_losses`` gives the losses ``[B]`` of the outputs, each from its own
-        image alone; ``shares`` ``[B]`` float32, settled for each user's batch by itself.
+        ``x`` is ``[B, 3, S, S]``. ``image_losses`` computes the losses ``[B]`` of the outputs, each from its
+        own image alone. ``shares`` ``[B]`` float32 are computed from each user's own batch.
         """
         self.tape = Tape(users, on_gradient, self._trained)
         try:

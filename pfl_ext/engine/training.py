@@ -1,4 +1,4 @@
-"""What a user does with its batches: SGD steps, clipped or not, near the central model or not."""
+"""Local SGD of one user: its config, its form as the engine computes it, and its batches."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class LocalSGDConfig(DecayConfig):
     """Gradient descent on one user's images."""
 
     learning_rate: PositiveFloat = 0.1
-    """Factor of a user's step, without unit."""
+    """Learning rate of a user's steps, without unit."""
     head_rate_factor: PositiveFloat = 1.0
     """Learning rate of the head (last layer, bottleneck, decoder) over that of the other layers."""
     max_grad_norm: PositiveFloat | None = None
     """Greatest L2 norm of a gradient, above which it is scaled down to it; none: no limit."""
     clip_by: Literal["variable", "global"] = "global"
-    """What `max_grad_norm` limits: each variable's gradient by itself, or all of them together."""
+    """Whether `max_grad_norm` limits each variable's gradient by itself, or all of them together."""
     momentum: Fraction = 0.0
-    """Share of the last step's direction that a step keeps; it starts from nothing in every round."""
+    """Share of the last step's direction that a step keeps; it starts from 0 in every round."""
     weight_decay: NonNegativeFloat = 0.0
     """Multiple of the parameters that is added to their gradient, after clipping each variable."""
 
     def optimizer(self, params: ParamsT, lr: float) -> torch.optim.Optimizer:
-        """A new optimiser at this learning rate; clipping all gradients together is left to the caller.
+        """A new optimiser with this learning rate. The caller clips by the norm of all gradients together.
 
-        `head_rate_factor` is in the groups of ``params`` (`ImageClassifier.rate_groups`).
+        The groups of ``params`` already contain `head_rate_factor` (`ImageClassifier.rate_groups`).
         """
         by_variable = self.max_grad_norm if self.clip_by == "variable" else None
         if by_variable is None:
@@ -55,16 +55,16 @@ class LocalSGDConfig(DecayConfig):
 
     @property
     def global_max_grad_norm(self) -> float | None:
-        """What all gradients together are clipped to."""
+        """The norm to which all gradients together are clipped; None if they are not."""
         return self.max_grad_norm if self.clip_by == "global" else None
 
 
 class PerVariableClippedSGD(torch.optim.SGD):
     """SGD that first scales each variable's gradient down to an L2 norm of at most ``max_norm``.
 
-    The local optimiser of the paper's code (Keras' ``clipnorm``: each variable by itself, where pfl's
-    ``local_max_grad_norm`` bounds the norm of all gradients together). Gradients are scaled in place, and
-    no norm is ever read back from the device. Weight decay is added after clipping.
+    It clips like Keras' ``clipnorm``, each variable by itself, while pfl's ``local_max_grad_norm`` bounds the
+    norm of all gradients together. Gradients are scaled in place, and no norm is read back from the device.
+    Weight decay is added after clipping.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PerVariableClippedSGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Clip, then take an ordinary SGD step. Closures are not supported."""
+        """Clip, then make an ordinary SGD step. Closures are not supported."""
         assert closure is None
         for group in self.param_groups:
             clip_each([p.grad for p in group["params"] if p.grad is not None], self.max_norm)
@@ -92,7 +92,7 @@ class PerVariableClippedSGD(torch.optim.SGD):
 def clip_each(gradients: list[Tensor], max_norm: float) -> None:
     """Scale every gradient whose L2 norm exceeds ``max_norm`` down to it, in place, without a sync.
 
-    On a CPU, where looking at a norm costs nothing, gradients that need no scaling are not written again.
+    On a CPU, where reading a norm costs nothing, gradients that need no scaling are not written.
     """
     if not gradients:
         return
@@ -106,16 +106,16 @@ def clip_each(gradients: list[Tensor], max_norm: float) -> None:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Local SGD as the engine knows it.
+    """Local SGD in the form that the engine computes.
 
-    ``clipping``: of a step's gradient; "variable": each variable's norm is at most ``max_norm`` (Keras'
-    clipnorm), "global": that of all together (torch's clip_grad_norm_, pfl's). ``mu``:
-    the weight of ``|w - w_central|^2 / 2`` in the loss. ``amp``: type of autocast, or None.
-    ``momentum`` and ``weight_decay`` are ``torch.optim.SGD``'s: after clipping ``g <- g + weight_decay w``,
-    ``v <- momentum v + g``, ``w <- w - lr factor v``, with v from 0 for each user and ``factors`` one for
-    each variable (empty: all 1). ``correction``: where each user's is added, if there are any, and
-    ``corrects_all``: whether to all weights (`pfl_ext.rules`). ``rate_varies``: whether other rounds have
-    other learning rates.
+    ``clipping`` of a step's gradient: "variable" limits each variable's norm to ``max_norm`` (Keras'
+    clipnorm), "global" that of all together (torch's clip_grad_norm_, pfl's). ``mu`` is the weight of
+    ``|w - w_central|^2 / 2`` in the loss. ``amp`` is the type of autocast, or None. ``momentum`` and
+    ``weight_decay`` are those of ``torch.optim.SGD``: after clipping ``g <- g + weight_decay w``,
+    ``v <- momentum v + g``, ``w <- w - lr factor v``, with v starting at 0 for each user. ``factors`` has one
+    factor for each variable (empty: all 1). ``correction`` says where a user's correction is added, if there
+    is one, and ``corrects_all`` whether it changes all weights (`pfl_ext.rules`). ``rate_varies``: whether
+    learning rates differ between rounds.
     """
 
     learning_rate: float
@@ -134,12 +134,12 @@ class LocalTraining:
 
     @property
     def form(self) -> LocalTraining:
-        """What is the same in every round."""
+        """This training with the rate left out where it varies, so that it is the same in every round."""
         return replace(self, learning_rate=1.0) if self.rate_varies else self
 
     @property
     def moves_all(self) -> bool:
-        """Whether steps change weights that no image reaches."""
+        """Whether steps also change weights on which no image has an effect."""
         return self.weight_decay > 0 or self.corrects_all
 
     def each_factor(self, num_variables: int) -> Sequence[float]:
@@ -153,7 +153,7 @@ class LocalTraining:
         return not more and self.clipping == "none"
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The precision that forward runs in."""
+        """A context in which forward runs in this precision."""
         if self.amp is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.amp, cache_enabled=False)
@@ -171,7 +171,7 @@ def rate_factors(model: PyTorchModel, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> LocalTraining | str:
-    """What the engine has to do in this round; or why it cannot, in a few words."""
+    """The local training of this round, or a few words that say why the engine cannot do it."""
     params = context.model_train_params
     optimizer = model.new_local_optimizer(learning_rate=params.local_learning_rate)
     if type(optimizer) not in (torch.optim.SGD, PerVariableClippedSGD):
@@ -207,7 +207,7 @@ def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> 
 
 
 def clip_gradients(gradients: list[Tensor], local: LocalTraining) -> None:
-    """Clip in place; global clipping is that of torch's ``clip_grad_norm_``."""
+    """Clip in place. Global clipping is that of torch's ``clip_grad_norm_``."""
     if local.clipping == "variable":
         clip_each(gradients, local.max_norm)
     elif local.clipping == "global":
@@ -225,14 +225,14 @@ class Batch(NamedTuple):
 
 
 def joined(batches: Sequence[Batch]) -> tuple[Batch, list[int]]:
-    """Several users' batches as one, and their sizes."""
+    """The batches of several users as one batch, and their sizes."""
     if len(batches) == 1:
         return batches[0], [len(batches[0].images)]
     return Batch(*(torch.cat(parts) for parts in zip(*batches))), [len(batch.images) for batch in batches]
 
 
 def settled(batches: Iterable[Any], task: Task, device: torch.device) -> Iterator[Batch]:
-    """A user's batches, of images, targets and crops, on the CPU, ready for the device to fetch."""
+    """A user's batches of images, targets and crops on the CPU, ready to be copied to ``device``."""
     for images, targets, crops in batches:
         targets, shares = task.settled(targets)
         yield Batch(*(pinned(t, device) for t in (images, targets, crops, shares)))

@@ -1,13 +1,13 @@
-"""The network that users train: the central one, or a copy of it in the form that is fastest to train.
+"""The network that users train: the central one, or a copy of it in the form that trains fastest.
 
-The copy has its memory and its layers as the device likes them (`cpu.layers`, `gpu_layers`), and
-convolutions without the taps of their kernels that only ever meet padding.
+The copy has the memory layout and the layers that suit the device (`cpu.layers`, `gpu_layers`). Taps of its
+convolutions that meet nothing but padding are cut off.
 
-On a map of one pixel a 3 x 3 kernel with a padding of one uses its centre alone: the other eight taps meet
-zeros and have no gradient, so local training without weight decay never changes them. With images of 32
-pixels, where ResNet-18's last stage works on single pixels, those are two thirds of its weights. Local
-training of the network without them is the same; only the server's model, which noise and other inputs
-reach, keeps them.
+For example, on a map of one pixel a 3 x 3 kernel with a padding of one uses only its centre. The other eight
+taps meet zeros and have no gradient, so local training without weight decay never changes them. With images
+of 32 pixels ResNet-18's last stage works on single pixels, and such taps are two thirds of its weights. Local
+training gives the same result without them. The server's model keeps them, since noise and other inputs reach
+them there.
 
 Letters: k taps of a kernel along one side.
 """
@@ -28,7 +28,7 @@ Sides = tuple[slice, slice]
 
 
 def live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> range:
-    """The taps that meet a pixel somewhere, along a side of ``size`` pixels; a range without gaps."""
+    """The taps that meet some pixel along a side of ``size`` pixels, a range without gaps."""
     outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
     live = [
         k
@@ -39,12 +39,13 @@ def live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) 
 
 
 class Trimmed:
-    """A copy of a classifier for local training, whose convolutions have live taps alone.
+    """A copy of a classifier for local training, whose convolutions have only live taps.
 
-    ``model`` is the classifier where a copy would gain nothing: `refresh` and `expand` do nothing then.
+    Where a copy would gain nothing, ``model`` is the classifier itself; `refresh` and `expand` then do
+    nothing.
 
     Args:
-        whole: keep dead taps too.
+        whole: whether to keep dead taps.
         layers: the compiled layers of a CPU, or those of a GPU.
     """
 
@@ -73,7 +74,7 @@ class Trimmed:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the central weights."""
+        """Copy the central weights into the trimmed network."""
         if self.model is not self._central:
             theirs = self._central.state_dict()
             for name, tensor in self.model.state_dict().items():
@@ -86,7 +87,7 @@ class Trimmed:
 
     @torch.no_grad()
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A variable of the trimmed network as one of the whole, with zeros for what was cut off."""
+        """A variable of the trimmed network in the whole network's shape, with zeros where it was cut."""
         if name not in self._sides:
             return tensor
         wide = torch.zeros_like(self._central.get_parameter(name), dtype=tensor.dtype, requires_grad=False)
@@ -94,7 +95,7 @@ class Trimmed:
         return wide
 
     def expand(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
-        """An update of the trimmed network as one of the whole."""
+        """An update of the trimmed network in the whole network's shapes."""
         return {name: self.whole(name, tensor) for name, tensor in update.items()}
 
 
@@ -117,7 +118,7 @@ def _padding(layer: nn.Conv2d) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _trimmable(central: ImageClassifier) -> dict[str, Sides]:
-    """The live taps of each convolution that has dead ones, learnt from one image."""
+    """The live taps of each convolution that has dead ones, found with one image."""
     sizes: dict[str, list[tuple[int, int]]] = {}
     hooks = []
     for name, layer in central.named_modules():
@@ -145,7 +146,7 @@ def _trimmable(central: ImageClassifier) -> dict[str, Sides]:
 
 
 def _same_outputs(layer: nn.Conv2d, size: tuple[int, int], sides: Sides) -> bool:
-    """Whether some taps are dead, and equal padding on both sides leaves the layer as many outputs."""
+    """Whether some taps are dead and the cut layer, with equal padding on both sides, has as many outputs."""
     if all(side == slice(0, k) for side, k in zip(sides, layer.kernel_size)):
         return False
     for n, k, s, p, d, side in zip(

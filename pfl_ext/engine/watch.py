@@ -1,4 +1,4 @@
-"""Where the lanes' time goes."""
+"""The interface by which the engine reports how lanes spend their time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Item = TypeVar("Item")
 
 
 class Watch:
-    """Where the lanes' time goes: this one measures nothing. It is called from their threads."""
+    """Base class, which measures nothing. Its methods are called from the lanes' threads."""
 
     def charge(self, part: str) -> AbstractContextManager[None]:
-        """A context manager around work of a kind: ``training``."""
+        """A context manager that charges the work in it to a kind, such as ``training``."""
         return nullcontext()
 
     def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; waiting for each is charged to a kind: ``data``."""
+        """The same items. Waiting for each is charged to a kind, such as ``data``."""
         return items

@@ -1,1 +1,1 @@
-"""Networks: built, initialised, loaded."""
+"""Networks: building, initialising and loading them."""

@@ -1,7 +1,7 @@
-"""Networks for images made fit for private federated training, as pfl's PyTorchModel wants them.
+"""Image networks for private federated training, in the form that pfl's PyTorchModel takes.
 
-A live BatchNorm has no place in federated learning with privacy: its statistics mix the images of a batch and
-travel outside the update. It becomes GroupNorm (from scratch) or keeps its pretrained statistics for good.
+A BatchNorm with running statistics cannot be used with privacy: its statistics mix the images of a batch and
+are not part of the update. It becomes GroupNorm (from scratch), or its pretrained statistics are frozen.
 
 Shape letters: B images of a batch, H x W their stored size, S the side of the network's input, K labels.
 """
@@ -43,8 +43,8 @@ from pfl_ext.tasks.task import Task
 class FrozenStatisticsBatchNorm2d(nn.Module):
     """BatchNorm with given statistics (buffers) and trainable scale and shift.
 
-    It is ``nn.BatchNorm2d`` in eval mode, whatever mode it is in: ``train()`` changes nothing and forward
-    writes nothing.
+    It computes ``nn.BatchNorm2d`` in eval mode, in any mode: ``train()`` changes nothing and forward writes
+    nothing.
     """
 
     running_mean: Tensor
@@ -70,22 +70,22 @@ def build_backbone(
 ) -> nn.Module:
     """A classifier without live BatchNorm, on the CPU.
 
-    All draws come from ``generator``, the same ones whatever ``weights`` is; random features are a function
-    of the seed with which it began, and with ``config.keep_head`` those of the file. Dropout and stochastic
-    depth, which would draw from the global generator during training, are left out, or with
-    ``config.dropout`` replaced by `pfl_ext.models.dropout`.
+    All draws come from ``generator`` and are the same for any ``weights``. Random features are a function of
+    its initial seed, or with ``config.keep_head`` those of the file. Dropout and stochastic depth would draw
+    from the global generator during training. They are left out, or with ``config.dropout`` replaced by
+    `pfl_ext.models.dropout`.
 
     Args:
-        config: of a network that has one output in training. A GroupNorm's eps is 1e-5. Hsu et al. 2020 have
-            a bottleneck of 64 for Landmarks (Section 6.5, which names no activation; there is none here).
+        config: the network, which must have one output in training. A GroupNorm's eps is 1e-5. Hsu et al.
+            2020 have a bottleneck of 64 for Landmarks (Section 6.5, which names no activation; here is none).
         num_labels: K, the number of outputs.
-        generator: a CPU one.
-        weights: None, as they were drawn; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this
+        generator: a generator on the CPU.
+        weights: None for weights as drawn; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this
             architecture: torchvision's, or a run's ``model.safetensors``. The head is new unless
             ``config.keep_head``. With a decoder the file may be its encoder's.
 
     Raises:
-        ValueError: for a name or a file that does not fit.
+        ValueError: when a name or a file does not fit.
     """
     if num_labels < 1:
         raise ValueError(f"num_labels is {num_labels}: a classifier has at least 1")
@@ -130,7 +130,7 @@ def build_backbone(
 def _of_parties(
     config: ModelConfig, num_labels: int, generator: torch.Generator, weights: str | Path | None
 ) -> nn.Module:
-    """A network for each party, drawn one after another; ``weights``: a file of all of them."""
+    """A network for each party, drawn one after another; ``weights`` is a file with all of them."""
     alone = replace(config, parties=None, input_size=config.input_size // 2)
     each = [build_backbone(alone, num_labels, generator) for _ in range(config.parties or 0)]
     _check_side(together := PartyNetworks(each), f"{config.arch} for {len(each)} parts", config.input_size)
@@ -154,13 +154,13 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
     shape = {"image_size": config.input_size} if arch.startswith("vit_") else {}
     try:
         return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))
-    except AssertionError as fault:  # a side that is no multiple of the patches
+    except AssertionError as fault:  # the side is no multiple of the patch size
         raise _wrong_side(arch, config.input_size, fault) from fault
 
 
 @torch.no_grad()
 def _check_side(backbone: nn.Module, arch: str, input_size: int) -> None:
-    """Refuse images that are too small for the network, or otherwise not of its size."""
+    """Refuse images that are too small for the network or do not have the size that it needs."""
     try:
         backbone(torch.zeros(1, 3, input_size, input_size))
     except (RuntimeError, AssertionError, ValueError) as fault:
@@ -178,7 +178,7 @@ def _wrong_side(arch: str, input_size: int, fault: Exception) -> ValueError:
 def _insert_bottleneck(
     backbone: nn.Module, config: ModelConfig, units: int, generator: torch.Generator
 ) -> None:
-    """Replace the head by two linear layers, both drawn again."""
+    """Replace the head by two newly drawn linear layers."""
     name, head = head_of(backbone)
     if not isinstance(head, nn.Linear):
         raise ValueError(
@@ -193,7 +193,7 @@ def _insert_bottleneck(
 def _insert_random_features(
     backbone: nn.Module, config: ModelConfig, outputs: int, generator: torch.Generator
 ) -> None:
-    """Replace the head by one on random features, which is drawn again."""
+    """Replace the head by a newly drawn one on random features."""
     name, head = head_of(backbone)
     if not isinstance(head, nn.Linear):
         raise ValueError(
@@ -240,20 +240,20 @@ def _replace(
 
 
 def assert_no_live_batchnorm(module: nn.Module) -> None:
-    """Fail if any layer of ``module`` would move running statistics or mix the images of a batch."""
+    """Fail if a layer of ``module`` would change running statistics or mix the images of a batch."""
     live = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
     assert not live, f"live BatchNorm at {', '.join(live)}"
 
 
 RATE_FACTOR = "rate_factor"
-"""Key of an optimiser's group of parameters: its learning rate over that of the others."""
+"""Key in an optimiser's parameter group: the group's learning rate relative to the others'."""
 
 
 class ImageClassifier(nn.Module):
-    """A backbone with its transform inside, on the device: uint8 images in, a task's outputs out.
+    """A backbone with the image transform on the device: it takes uint8 images and returns a task's outputs.
 
-    It is what pfl's PyTorchModel trains: pfl calls ``loss(*batch)`` and ``metrics(*batch)`` on batches
-    (images, targets, crops). Training and evaluation mode are the same thing; forward changes no state.
+    pfl's PyTorchModel trains it: pfl calls ``loss(*batch)`` and ``metrics(*batch)`` on batches (images,
+    targets, crops). Training and evaluation mode are the same, and forward changes no state.
     """
 
     mean: Tensor
@@ -271,29 +271,29 @@ class ImageClassifier(nn.Module):
         padding: Padding = "zero",
         cutout: int | None = None,
     ):
-        """``exact_crops``: see ``exact`` of `pfl_ext.data.transforms.cropped`; True where crop is "crop".
+        """``exact_crops`` and ``padding``: see `pfl_ext.data.transforms.cropped`.
 
-        ``padding``: see there; a network's input is ``(pixels - mean) / std`` of pixels in 0..1; ``cutout``:
-        see `cut_out`; ``task``: what the outputs mean, and which loss and score follow.
+        ``exact_crops`` is True where crop is "crop". The input is ``(pixels - mean) / std`` of pixels in
+        0..1. ``cutout``: see `cut_out`. ``task`` defines the outputs' meaning, the loss and the score.
         """
         super().__init__()
         assert_no_live_batchnorm(backbone)
         check_cutout(cutout, task)
-        self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
+        self.noted: list[tuple[Tensor, int]] | None = None  # if a list, gets each batch's loss and size
         self.backbone = backbone
         head = new_part(backbone)
         self._new = f"backbone.{head}." if head else "backbone."
         self.framing = Framing(input_size, exact_crops, padding)
         self.task, self._cutout = task, cutout
         self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None
-        """The engine's way from images and crops to the backbone's input; it gives None where it has none."""
+        """The engine's function from images and crops to the backbone's input; it may return None."""
         self.is_plain = tuple(mean) == (0, 0, 0) and tuple(std) == (1, 1, 1)
         self.register_buffer("mean", torch.tensor(tuple(mean)), persistent=False)
         self.register_buffer("std", torch.tensor(tuple(std)), persistent=False)
 
     @property
     def input_size(self) -> int:
-        """S."""
+        """S, the side of the network's input in pixels."""
         return self.framing.input_size
 
     @torch.no_grad()
@@ -302,7 +302,7 @@ class ImageClassifier(nn.Module):
 
         Args:
             images: uint8 ``[B, H, W, 3]``.
-            targets: of these images.
+            targets: the targets of these images.
             crops: ``[B, 6]`` or ``[B, 8]`` (`pfl_ext.data.transforms`); None takes the whole images.
         """
         x = None if self.cropping is None or crops is None else self.cropping(images, crops)
@@ -313,7 +313,7 @@ class ImageClassifier(nn.Module):
         return x.contiguous(memory_format=self.memory_format), targets
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        """Normalised, in the weights' memory format: another costs a CPU a third of a step, for copies."""
+        """Normalised pixels in the weights' memory format; another would cost a CPU a third of a step."""
         if not self.is_plain:
             pixels = normalise(pixels, self.mean, self.std)
         return pixels.contiguous(memory_format=self.memory_format)
@@ -322,8 +322,8 @@ class ImageClassifier(nn.Module):
         """The trained parameters for an optimiser, in two groups if their learning rates differ.
 
         Args:
-            rate: learning rate of all layers but the head: decoder, bottleneck and last layer.
-            head_rate_factor: the head's learning rate over that.
+            rate: learning rate of all layers but the head (decoder, bottleneck and last layer).
+            head_rate_factor: the head's learning rate relative to ``rate``.
         """
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         if head_rate_factor == 1:
@@ -340,7 +340,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def trained_part(self) -> nn.Module:
-        """The layers that are run in training."""
+        """The layers that run in training."""
         return self.backbone
 
     @property
@@ -350,15 +350,15 @@ class ImageClassifier(nn.Module):
         return torch.contiguous_format if weight is None else memory_format(weight)
 
     def forward(self, images: Tensor, crops: Tensor | None = None) -> Tensor:
-        """Outputs of uint8 images ``[B, H, W, 3]``; without ``crops``, the evaluation transform."""
+        """Outputs for uint8 images ``[B, H, W, 3]``; without ``crops``, after the evaluation transform."""
         with torch.no_grad():
             x = self._normalised(self.task.pixels(images, crops, self.framing))
         return cast(Tensor, self.backbone(x))
 
     def outputs(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The outputs of a batch and the targets to compare them with; arguments as `prepare`.
+        """The outputs of a batch and the targets to compare them with; arguments as for `prepare`.
 
-        With crops, units are dropped by the keys that they hold, and detectors find their targets (`taught`).
+        With crops, dropout uses the keys in them, and detectors have access to their targets (`taught`).
         """
         x, targets = self.prepare(images, targets, crops)
         with dropping(crops), taught(None if crops is None else targets):
@@ -373,23 +373,23 @@ class ImageClassifier(nn.Module):
 
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> dict[str, MetricValue]:
-        """``loss`` as it is scored, as a pfl metric that adds up over batches, users and workers."""
+        """The scored ``loss`` as a pfl metric that adds up over batches, users and workers."""
         x, targets = self.prepare(images, targets, without_keys(crops))
         losses, _ = self.task.scored(self.backbone(x), targets)
         return {"loss": Weighted(float(losses.sum()), len(images))}
 
 
 def memory_format(weight: Tensor) -> torch.memory_format:
-    """The memory format of a tensor of four dimensions."""
+    """The memory format of a tensor with four dimensions."""
     return torch.contiguous_format if weight.is_contiguous() else torch.channels_last
 
 
 @torch.no_grad()
 def probe_checksum(model: ImageClassifier) -> str:
-    """SHA-256 of the logits of two made images (to 3 decimals) and of the number of parameters.
+    """SHA-256 of the logits of two synthetic images (to 3 decimals) and of the number of parameters.
 
-    For run records: a changed initialisation, weights file, normalisation or layer shows. Compare it within
-    one kind of hardware only; kernels differ in the last bits, and rounding can turn one into a digit.
+    It is kept in run records to show a changed initialisation, weights file, normalisation or layer. Compare
+    it only on one kind of hardware: kernels differ in the last bits, which rounding can turn into a digit.
     """
     shape = (2, model.input_size, model.input_size, 3)
     mixed = np.arange(math.prod(shape), dtype=np.uint64) * np.uint64(2654435761) >> np.uint64(13)

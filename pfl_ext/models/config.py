@@ -1,4 +1,4 @@
-"""What a network is built from, by `pfl_ext.models.classifier.build_backbone`."""
+"""The config section of a network, from which `pfl_ext.models.classifier.build_backbone` builds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pfl_ext.models.genotype import read_genotype
 Init = Literal["he", "keras", "torchvision", "xavier"]
 Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
 ON_FEATURES = ("head", "two_layers")
-"""Values of ``trained`` with which all trained layers take one vector for each image."""
+"""Values of ``trained`` for which the trained layers take one vector for each image."""
 ChannelNorm = Literal["group", "data"]
 FeatureFormat = Literal["float32", "float16"]
 
@@ -28,35 +28,35 @@ class ModelConfig:
     input_size: PositiveInt = 224
     """Side of the square that the network sees, cut from the image, in pixels."""
     normalisation: Normalisation = "imagenet"
-    """Mean and deviation of its input: ImageNet's; none; half: 0.5; EfficientNet-Lite's; the data's."""
+    """Mean and deviation of the input: ImageNet's; none; half: 0.5; EfficientNet-Lite's; the data's."""
     pretrained: bool = False
     """True: ImageNet weights and frozen BatchNorm statistics. False: from scratch, with GroupNorm."""
     keep_head: bool = False
-    """The last layer of the weights file is taken over too; false: it is a new one."""
+    """Whether the last layer of the weights file is used too; false: it is a new one."""
     groups: PositiveInt = 32
-    """Most groups of a GroupNorm; the largest number up to it that divides the channels is taken."""
+    """Most groups of a GroupNorm; it has the largest number up to this that divides the channels."""
     channel_norm: ChannelNorm = "group"
-    """Norm without parameters, where a network has one: of an image's groups, or by all training images."""
+    """Norm without parameters, in networks with one: over an image's groups, or by all training images."""
     bottleneck: PositiveInt | None = None
-    """Units of one more linear layer before the classifier; none: there is no such layer."""
+    """Units of an additional linear layer before the classifier; none: no such layer."""
     random_features: PositiveInt | None = None
-    """Random features of a Gaussian kernel that the last layer takes, never trained; none: the network's."""
+    """Number of random features (Gaussian kernel, not trained) for the last layer; none: the network's."""
     random_features_width: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
-    """Width of that kernel, for features of length 1, of which no two are more than 2 apart."""
+    """Width of that kernel, for features of length 1, which are at most 2 apart."""
     parties: Annotated[int, Field(ge=2, le=4, multiple_of=2)] | None = None
-    """Parties with a network of their own for a part of each image: 2 halves, 4 quadrants; none: no parts."""
+    """Number of parties, each with a network for its part of the image: 2 halves, 4 quadrants; none: one."""
     trained: Trained = "all"
-    """What learns besides last layer, bottleneck and decoder; head, two_layers: nothing; lora: adapters."""
+    """What is trained besides last layer, bottleneck, decoder; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
-    """Blocks before the last layer that learn (residual blocks; in a small network, layers)."""
+    """Number of blocks before the last layer that are trained (residual blocks; layers of small networks)."""
     feature_format: FeatureFormat = "float32"
-    """How features of frozen layers are kept; float16: rounded to 11 bits, in half the space."""
+    """Type in which features of frozen layers are stored; float16: rounded to 11 bits, in half the space."""
     lora_rank: PositiveInt = 8
-    """Rank of what LoRA adds to each linear layer and each convolution without groups."""
+    """Rank of LoRA's update of each linear layer and each convolution without groups."""
     lora_alpha: PositiveFloat = 8.0
-    """What LoRA adds is multiplied by this and divided by the rank."""
+    """LoRA's update is multiplied by this and divided by the rank."""
     cells: Annotated[int, Field(ge=3)] = 8
-    """Cells of a DARTS network one after another, at least 3, of which two halve the image."""
+    """Number of cells of a DARTS network, at least 3; two of them halve the image."""
     cell_channels: Annotated[int, Field(ge=2)] = 16
     """Channels of each node in the first cell of a DARTS network."""
     genotype: str | None = None
@@ -64,10 +64,10 @@ class ModelConfig:
     init: Init = "torchvision"
     """Distribution of first weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False
-    """The network's own dropout and stochastic depth take part in training; false: they are left out."""
+    """Whether the network's own dropout and stochastic depth act in training; false: they are left out."""
 
     def __post_init__(self) -> None:
-        if self.genotype is not None:  # what a file says is part of the config, and where it lies is not
+        if self.genotype is not None:  # the content is part of the config, its path is not
             object.__setattr__(self, "genotype", read_genotype(self.genotype).text)
         if self.parties is not None:
             self._check_parties()

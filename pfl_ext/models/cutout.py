@@ -1,7 +1,7 @@
 """Cutout: a square of each training image is hidden (DeVries and Taylor 2017, arXiv 1708.04552).
 
-Where it lies follows from the key that an image brings (`pfl_ext.models.dropout`), a function of (seed,
-round, user, step): the same on any device and whichever images stand beside it.
+Its position follows from the image's key (`pfl_ext.models.dropout`), a function of (seed, round, user, step).
+So it is the same on any device and in any batch.
 
 Shape letters: B images of a batch, S the side of the network's input.
 """
@@ -16,14 +16,14 @@ from pfl_ext.models.dropout import drawn, keys_in
 from pfl_ext.tasks.task import Task
 
 STREAM = (1 << 20) + 2
-"""Stream of the draws, beyond those of dropout's layers and of detectors."""
+"""Number of the stream of draws; those of dropout's layers and of detectors are lower."""
 
 
 def check_cutout(side: int | None, task: Task) -> None:
-    """Refuse hidden squares for targets with a place in the image: what is hidden would still be asked for.
+    """Refuse hidden squares for targets with positions in the image, which would still be expected there.
 
     Raises:
-        ValueError: in one line.
+        ValueError: one line with the reason.
     """
     if side is not None and type(task).augment is not Task.augment:
         raise ValueError(
@@ -33,15 +33,15 @@ def check_cutout(side: int | None, task: Task) -> None:
 
 
 def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
-    """A network's input with a square of zeros in each image: after normalisation, the mean colour.
+    """A network's input with a square of zeros (the mean colour, after normalisation) in each image.
 
-    The square's centre (of an even side: the pixel below and right of it) is any pixel of the image, all as
-    likely, so that a part of the square may lie outside, as in the authors' code.
+    The square's centre (for an even side, the pixel below and right of it) is drawn uniformly from the
+    image's pixels, so that a part of the square may be outside, as in the authors' code.
 
     Args:
         x: normalised, ``[B, 3, S, S]``.
         crops: ``[B, 8]`` with keys; without keys, as in evaluation, nothing is hidden.
-        side: of the square, in pixels.
+        side: side of the square, in pixels.
     """
     keys = keys_in(crops)
     if keys is None:

@@ -1,7 +1,7 @@
-"""Networks of an encoder (`pfl_ext.models.encoders`) and a decoder of its maps.
+"""Networks that consist of an encoder (`pfl_ext.models.encoders`) and a decoder of its maps.
 
-A file of this folder has the decoders of one task and registers a network for each encoder. Pretrained
-weights are the encoder's; a decoder is new, has GroupNorm, and is always trained.
+Each file with decoders is for one task, and registers a network for each encoder. Pretrained weights are only
+for the encoder. A decoder is new, has GroupNorm, and is always trained.
 
 Shape letters: B images of a batch, S the side of the input.
 """
@@ -26,10 +26,10 @@ _TARGETS: ContextVar[Tensor | None] = ContextVar("the targets of the images in a
 
 @contextlib.contextmanager
 def taught(targets: Tensor | None) -> Iterator[None]:
-    """Within, in this thread, a network that learns from places near the true ones finds these targets.
+    """In this context and thread, a network that samples near the true boxes has access to these targets.
 
     Args:
-        targets: of the images that go through the network within, or None, as in evaluation.
+        targets: the targets of the images that go through the network in this context; None in evaluation.
     """
     token = _TARGETS.set(targets)
     try:
@@ -39,15 +39,15 @@ def taught(targets: Tensor | None) -> Iterator[None]:
 
 
 def targets_of_images() -> Tensor | None:
-    """The targets of the images that go through the network now, in training; None otherwise."""
+    """The targets of the images that go through the network at present, in training; otherwise None."""
     return _TARGETS.get()
 
 
 class Decoder(nn.Module):
-    """Makes a task's outputs of an encoder's maps. Only its last layer, or `by_class`, depends on classes."""
+    """Computes a task's outputs from an encoder's maps; only its last layer or `by_class` is for classes."""
 
     by_class: ClassVar[str] = ""
-    """Name of the module of this whose weights depend on the classes, where that is not the last layer."""
+    """Name of its module whose weights depend on the classes, if that is not the last layer."""
 
     def forward(self, maps: Sequence[Tensor], images: Tensor) -> Tensor:
         """The encoder's maps, and the images ``[B, 3, S, S]``, whose size alone is read -> ``[B, ...]``."""
@@ -58,8 +58,8 @@ class EncoderDecoder(nn.Module):
     """An encoder, and a decoder of its maps.
 
     Args:
-        encoder: gives the maps.
-        decoder: of maps with these channels.
+        encoder: computes the maps.
+        decoder: takes maps with these channels.
     """
 
     def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
@@ -67,21 +67,21 @@ class EncoderDecoder(nn.Module):
         self.encoder, self.decoder = encoder, decoder
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[B, 3, S, S]`` -> what the decoder gives."""
+        """``[B, 3, S, S]`` -> the decoder's outputs."""
         out: Tensor = self.decoder(self.encoder(images), images)
         return out
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What builds one of these networks."""
+    """Builds one of these networks."""
 
     decoder: Callable[[Sequence[int], int], Decoder]
     """Builds the decoder from the channels of the maps and the number of classes."""
     encoder: str
-    """The ``model.arch`` of the classifier that it is, whose weights it starts from."""
+    """The ``model.arch`` of the classifier that is the encoder, and from whose weights it starts."""
     outputs: Outputs
-    """What the network has outputs for."""
+    """The kind of the network's outputs."""
     dilated: bool = False
     widened: bool = False
     """See `Encoder`."""
@@ -90,7 +90,7 @@ class Architecture:
     task: Callable[[int], Task] | None = None
     """The task of these outputs, given the number of classes, where several tasks have such outputs."""
     drawing: bool = False
-    """Whether it draws by its images' keys in training (`pfl_ext.models.dropout`)."""
+    """Whether it draws from its images' keys in training (`pfl_ext.models.dropout`)."""
 
     def __call__(self, num_labels: int, input_size: int) -> EncoderDecoder:
         """The network without pretrained weights; it is the same for any side of the input."""
@@ -104,28 +104,28 @@ class Architecture:
 
 
 def encoder_of(arch: str) -> str:
-    """The classifier whose weights a network starts from; a network without decoder is its own.
+    """The classifier from whose weights a network starts; for a network without decoder, the network itself.
 
-    What builds a network with a decoder says it as ``encoder``, as `Architecture` does.
+    The builder of a network with a decoder has it as ``encoder``, as `Architecture` does.
     """
     network = NETWORKS[arch] if arch in NETWORKS.names() else None
     return str(getattr(network, "encoder", arch))
 
 
 def task_of(arch: str, usual: Callable[[int], Task]) -> Callable[[int], Task]:
-    """What makes a network's task from the number of classes; the usual one where it names no other."""
+    """A function that makes a network's task from the number of classes: its own, or else the usual one."""
     network = NETWORKS[arch] if arch in NETWORKS.names() else None
     return getattr(network, "task", None) or usual
 
 
 def draws(config: ModelConfig) -> bool:
-    """Whether a network draws in training, for which its images bring keys."""
+    """Whether a network draws in training, so that its images need keys."""
     network = NETWORKS[config.arch] if config.arch in NETWORKS.names() else None
     return config.dropout or bool(getattr(network, "drawing", False))
 
 
 def outputs_of(arch: str) -> Outputs:
-    """What a network has outputs for; what builds one with a decoder says it as ``outputs``."""
+    """The kind of a network's outputs; the builder of one with a decoder has it as ``outputs``."""
     network = NETWORKS[arch] if arch in NETWORKS.names() else None
     found: Outputs = getattr(network, "outputs", "image")
     return found

@@ -27,16 +27,16 @@ from pfl_ext.tasks.detection import NO_LIMIT
 WIDTH, CONVOLUTIONS = 96, 2
 """Channels of pyramid and heads, and convolutions of a head before its last; torchvision's are 256 and 4."""
 FIRST = 2
-"""The first of the encoder's five maps that a box is predicted from: the one of stride 8."""
+"""Index of the first of the encoder's five maps from which boxes are predicted: that of stride 8."""
 SMALLEST, LARGEST = 4, 8
-"""A level's boxes reach so many strides from their place to their farthest side, at least and at most."""
+"""Least and greatest distance, in strides, from a place to the farthest side of its level's boxes."""
 
 
 class CoarseLevels(LastLevelP6P7):
     """The two coarsest maps, never in bfloat16, for which they are too small to matter.
 
-    Where a convolution of stride 2 has a map of one pixel, torch 2.15 on a CPU leaves whatever was in memory
-    in the bfloat16 gradient of the taps that meet padding alone.
+    If a convolution of stride 2 has a map of one pixel, torch 2.15 on a CPU leaves uninitialised memory in
+    the bfloat16 gradient of taps that meet only padding.
     """
 
     def forward(self, p: list[Tensor], c: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
@@ -53,8 +53,8 @@ class CoarseLevels(LastLevelP6P7):
 class Distances(FCOSRegressionHead):
     """The head of boxes, with a softplus where torchvision's has a ReLU.
 
-    A ReLU that gives 0 at every place has no gradient: then no box grows any more, while classes go on to be
-    learnt. On Street that happened in the first epoch of central training.
+    A ReLU that gives 0 at every place has no gradient. Then boxes stop learning while classes go on. On
+    Street this happened in the first epoch of central training.
     """
 
     def forward(self, x: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -106,9 +106,9 @@ class FCOS(Decoder):
 def places_of(sizes: Sequence[tuple[int, int]], side: int, device: torch.device) -> Tensor:
     """The places of maps of these heights and widths, finest first, row by row: ``[A, 5]`` float32.
 
-    A map's places divide the image evenly, and each is the centre of its part. x, y, the width of a part, and
-    the least and the greatest distance of a box's sides: `SMALLEST` and `LARGEST` parts, but that the finest
-    map has boxes of any smaller and the coarsest of any larger size.
+    A map's places divide the image evenly, and each is the centre of its part. The columns are x, y, the
+    width of a part, and the least and the greatest distance of a box's sides: `SMALLEST` and `LARGEST` parts.
+    The finest map also has all smaller boxes, and the coarsest all larger ones.
     """
     found = []
     for number, (height, width) in enumerate(sizes):

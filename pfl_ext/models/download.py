@@ -1,4 +1,4 @@
-"""One file from a server, by torch's own download, which alone would wait for a silent server for ever."""
+"""Downloads one file by torch's own function, with time limits, since that would wait for ever otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 ANSWER_S = 15.0
-"""Seconds within which a server must answer, the look-up of its name included."""
+"""Seconds within which a server must answer, including the look-up of its name."""
 SILENCE_S = 30.0
 """Seconds without a byte after which a download is given up."""
 _NO_PLACE = frozenset(
@@ -39,25 +39,25 @@ class Unreachable(ValueError):
 
 
 def download(url: str, target: Path, sha256: str, what: str, remedy: str) -> None:
-    """Have the file at ``target``, whole and checked, or leave nothing there.
+    """Download a file to ``target``, complete and checked, or leave nothing there.
 
     Args:
-        url: of the file.
-        target: its path on this machine; the folder is made.
-        sha256: of its content, or the first digits.
-        what: it is, for the error.
-        remedy: for the error where it cannot be downloaded.
+        url: the file's address.
+        target: its path on this machine; the folder is created.
+        sha256: the SHA-256 of its content, or the first digits.
+        what: a name of the file, for the error.
+        remedy: what the user can do if it cannot be downloaded, for the error.
 
     Raises:
-        Unreachable: the server does not answer in time, breaks off, or sends another content.
-        ValueError: there is no place for the file.
+        Unreachable: when the server does not answer in time, breaks off, or sends other content.
+        ValueError: when the file cannot be written.
     """
     try:
         _ask(url)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _silence_limited():
             torch.hub.download_url_to_file(url, str(target), sha256)
-    except (OSError, RuntimeError, http.client.HTTPException) as fault:  # a RuntimeError: another content
+    except (OSError, RuntimeError, http.client.HTTPException) as fault:  # RuntimeError: wrong checksum
         if isinstance(fault, OSError) and fault.errno in _NO_PLACE:
             raise ValueError(
                 f"{what} cannot be written to {target} ({fault.strerror}): make room there, or set TORCH_HOME"
@@ -70,10 +70,11 @@ def download(url: str, target: Path, sha256: str, what: str, remedy: str) -> Non
 def _ask(url: str) -> None:
     """Return once the server has answered that it has the file.
 
-    In a thread, as the look-up of a name has no timeout; the thread ends with the process, if not before.
+    It asks in a thread, since the look-up of a name has no timeout. The thread ends with the process at
+    latest.
 
     Raises:
-        OSError: it says no, or nothing within `ANSWER_S`.
+        OSError: when the server refuses, or does not answer within `ANSWER_S`.
     """
     answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -97,7 +98,7 @@ def _ask(url: str) -> None:
 
 @contextlib.contextmanager
 def _silence_limited() -> Iterator[None]:
-    """Within, a socket that torch opens gives up after `SILENCE_S` without a byte."""
+    """In this context, a socket that torch opens gives up after `SILENCE_S` without a byte."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SILENCE_S)
     try:

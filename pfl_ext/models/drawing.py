@@ -1,4 +1,4 @@
-"""The first weights of a network: who draws them, and from which distribution."""
+"""The initial weights of a network: the generator and the distributions that draw them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DrawFrom(TorchFunctionMode):
 
 
 def initialise(network: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
-    """Draw again what ``config.init`` draws in another way than torchvision; he and xavier leave biases."""
+    """Draw those weights again for which ``config.init`` differs from torchvision; he, xavier keep biases."""
     if config.init == "keras":
         _initialise_as_keras(network, generator)
     for layer in network.modules():
@@ -70,7 +70,7 @@ def _initialise_as_keras(backbone: nn.Module, generator: torch.Generator) -> Non
 
 
 def _truncated_normal(out: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill ``out`` by the inverse distribution function: one uniform per weight, whatever torch does."""
+    """Fill ``out`` by the inverse distribution function, with one uniform for each weight."""
     edge = math.erf(math.sqrt(2))  # P(|x| < 2 standard deviations)
     uniform = torch.empty(out.shape, dtype=torch.float64).uniform_(-edge, edge, generator=generator)
     out.copy_(torch.erfinv(uniform) * (math.sqrt(2) * std))

@@ -1,10 +1,10 @@
-"""Dropout whose choices travel with the images.
+"""Dropout that is decided by a key of each image.
 
-torch's dropout draws from a global generator, so that what is dropped depends on the device, on how users are
-dealt to workers, and on where a run was interrupted. Here each image of a batch brings a key, which is drawn
-with its crop (`pfl_ext.data.transforms.draw_keys`), a function of (seed, round, user, step). What a layer
-drops for an image is a hash of the image's key, the layer's number and the unit's: the same whichever images
-stand beside it, in either engine, and on any device, as integers do not round.
+torch's dropout draws from a global generator. So what it drops depends on the device, on how users are
+divided among workers, and on where a run was interrupted. Here each image of a batch has a key, which is
+drawn with its crop (`pfl_ext.data.transforms.draw_keys`) and is a function of (seed, round, user, step). A
+hash of the image's key, the layer's number and the unit's number decides what a layer drops. It is the same
+in any batch, in the engine and in pfl's loop, and on any device, since integers do not round.
 
 Srivastava et al. 2014 (dropout; units that stay are scaled by 1 / (1 - p)), Tompson et al. 2015 (whole
 channels), Huang et al. 2016 (stochastic depth).
@@ -28,17 +28,17 @@ _KEYS: ContextVar[Tensor | None] = ContextVar("the keys of the images in a forwa
 _ELEMENTS = (nn.Dropout,)
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPPING = (nn.modules.dropout._DropoutNd, StochasticDepth)
-"""The modules that `KeyedDropout` stands in for, or that are left out."""
+"""The types of modules that `KeyedDropout` replaces, or that are left out."""
 # David Stafford's "Mix13" constants of the SplitMix64 finaliser, and its increment, as signed integers
 _FIRST, _SECOND, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB
 
 
 @contextlib.contextmanager
 def dropping(crops: Tensor | None) -> Iterator[None]:
-    """Within, in this thread, layers drop units by the keys in these crops; none if they hold no keys.
+    """In this context and thread, layers drop units by the keys in these crops; without keys, none.
 
     Args:
-        crops: ``[B, 6]`` or, with keys, ``[B, 8]``: of the images that go through the network within.
+        crops: ``[B, 6]`` or, with keys, ``[B, 8]``, of the images that go through the network in the context.
     """
     token = _KEYS.set(keys_in(crops))
     try:
@@ -48,7 +48,7 @@ def dropping(crops: Tensor | None) -> Iterator[None]:
 
 
 def keys_in(crops: Tensor | None) -> Tensor | None:
-    """The keys in crops, int64 ``[B]``; None if they hold none. Arguments as `dropping`."""
+    """The keys in crops, int64 ``[B]``; None if there are none. Arguments as for `dropping`."""
     if crops is None or crops.shape[1] == CROP_COLUMNS:
         return None
     high, low = crops[:, CROP_COLUMNS:].to(torch.int64).unbind(1)
@@ -56,24 +56,24 @@ def keys_in(crops: Tensor | None) -> Tensor | None:
 
 
 def without_keys(crops: Tensor | None) -> Tensor | None:
-    """The same crops, by which nothing is dropped and nothing hidden. Arguments as `dropping`."""
+    """The crops without keys, so that nothing is dropped or hidden. Arguments as for `dropping`."""
     return None if crops is None else crops[:, :CROP_COLUMNS]
 
 
 def keys_of_images() -> Tensor | None:
-    """The keys of the images that go through the network now, int64 ``[B]``; None: nothing is dropped."""
+    """The keys, int64 ``[B]``, of the images that go through the network at present; None: no dropout."""
     return _KEYS.get()
 
 
 def draws_of_images(number: int, count: int, images: Tensor) -> Tensor:
-    """Numbers in 0..1 for the images that go through the network now, multiples of 2**-24, ``[B, count]``.
+    """Draws ``[B, count]`` in 0..1, multiples of 2**-24, for the images in the network at present.
 
-    They follow from each image's key, or from the key 0 without keys, and from the arguments.
+    They are functions of each image's key (without keys, of the key 0) and of the arguments.
 
     Args:
-        number: of the stream; those of dropout's layers are below 2**20.
-        count: of an image.
-        images: ``[B, ...]``, whose number and device alone are read.
+        number: the number of the stream; those of dropout's layers are below 2**20.
+        count: number of draws for an image.
+        images: ``[B, ...]``, of which only the number and the device are read.
     """
     keys = keys_of_images()
     if keys is None:
@@ -101,12 +101,12 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 
 
 class KeyedDropout(nn.Module):
-    """Drops with probability p by the keys of `dropping`; without keys, as in evaluation, nothing.
+    """Drops with probability p by the keys of `dropping`; without keys, as in evaluation, it drops nothing.
 
     Args:
         p: from 0 to 1.
-        number: of the layer among those of its network.
-        wide: of an image ``[C, ...]`` are dropped: 0, single elements; 1, channels; 2, all or nothing.
+        number: the layer's number in its network.
+        wide: what is dropped of an image ``[C, ...]``. 0: single elements; 1: channels; 2: all or nothing.
     """
 
     def __init__(self, p: float, number: int, wide: int = 0) -> None:
@@ -133,10 +133,10 @@ class KeyedDropout(nn.Module):
 
 
 def keyed(layer: nn.Module, number: int) -> KeyedDropout:
-    """What stands in the place of a layer of `DROPPING`.
+    """The replacement of a layer of `DROPPING`.
 
     Raises:
-        ValueError: for a kind that is not known here, such as dropout that keeps mean and variance.
+        ValueError: for a kind that is not supported, such as dropout that keeps mean and variance.
     """
     if isinstance(layer, StochasticDepth) and layer.mode == "row":
         return KeyedDropout(layer.p, number, 2)

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0, whose ImageNet weights the package index has.
+"""EfficientNet-Lite0, whose ImageNet weights a package of the package index contains.
 
 Tan and Le 2019 (EfficientNet, arXiv 1905.11946), in the form that TensorFlow's authors published in 2020 for
 small devices: without squeeze-and-excitation, with ReLU6 for swish. Stem and last convolution have the widths
@@ -46,7 +46,7 @@ class Convolution(nn.Module):
         self.relu = nn.ReLU6(inplace=True) if relu else nn.Identity()
 
     def keep_size(self) -> None:
-        """Pad as without a stride; the stride of ``conv`` itself is the caller's to change."""
+        """Pad as for a stride of 1. The caller must change the stride of ``conv`` itself."""
         self._stride = 1
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Classifiers as encoders: their layers before the head, which give maps of an image at several scales.
+"""Classifiers as encoders: their layers before the head compute maps of an image at several scales.
 
-Layers keep the names that they have in the classifier, so that its weights fit them.
+Layers keep their names from the classifier, so that its weights fit.
 
 Shape letters: B images of a batch, S the side of the input.
 """
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from pfl_ext.models.efficientnet_lite import Convolution, EfficientNetLite
 
 Steps = Sequence[Sequence[str]]
-"""For each map the names of the modules, run one after another, that give it."""
+"""For each map the names of the modules that compute it, in order."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A classifier's layers before its head, in five steps, which give maps of the strides 2 to 32."""
+    """A classifier's layers before its head, in five steps with maps of strides 2 to 32."""
 
     steps: Steps
     channels: tuple[int, ...]
@@ -60,13 +60,14 @@ FORMS: Mapping[str, Form] = {
 
 
 class Encoder(nn.Module):
-    """The layers of a classifier that give maps.
+    """The layers of a classifier that compute maps.
 
     Args:
         arch: one of `FORMS`. Its weights are drawn as the classifier's are.
-        dilated: keep the stride of the last map at 16 (`dilate`); else it is 32.
-        widened: let the last map go through the convolution that follows it in the classifier, if one does.
-        form: the layers that give maps; None: those of `FORMS`.
+        dilated: whether the last map has stride 16 (`dilate`) instead of 32.
+        widened: whether the last map passes the convolution that follows it in the classifier, if there is
+        one.
+        form: the layers that compute maps; None: those of `FORMS`.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Encoder(nn.Module):
             elif kept := [name for name in within if any(f"{n}.".startswith(f"{name}.") for n in names)]:
                 self.add_module(child_name, nn.Sequential(*(network.get_submodule(name) for name in kept)))
         self.left_out = frozenset(network.state_dict()) - frozenset(self.state_dict())
-        """The names of the classifier's tensors that this lacks."""
+        """The names of the classifier's tensors that the encoder does not have."""
         if dilated:
             dilate(self.get_submodule(name) for name in steps[-1])
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """``[B, 3, S, S]`` -> maps of the strides 2, 4, 8, 16 and 32, or 16 if dilated; or the form's."""
+        """``[B, 3, S, S]`` -> maps of strides 2, 4, 8, 16 and 32 (16 if dilated), or those of the form."""
         maps, x = [], images
         for step in self.steps:
             for name in step:
@@ -104,13 +105,13 @@ class Encoder(nn.Module):
 
 
 def dilate(modules: Iterable[nn.Module]) -> None:
-    """Have the layers keep the size of their map: no stride, and kernels wider where a stride has gone.
+    """Make the layers keep the size of their map: strides become 1, and later kernels are dilated.
 
-    Each layer gives what it gave before at every second place, and as much between them (Chen et al. 2018,
-    DeepLab, arXiv 1606.00915, section 3.1). Weights stay as they are. There must be one stride of 2.
+    The output at every second position is the same as before, and there are new positions between (Chen et
+    al. 2018, DeepLab, arXiv 1606.00915, section 3.1). Weights are not changed. There must be one stride of 2.
 
     Args:
-        modules: in the order in which they are run; changed in place.
+        modules: the layers in the order in which they run; they are changed in place.
     """
     factor = 1
     for module in modules:

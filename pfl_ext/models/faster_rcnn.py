@@ -1,4 +1,4 @@
-"""Faster R-CNN: a detector that proposes boxes, and then looks at each of these once more.
+"""Faster R-CNN: a detector that proposes boxes, and then classifies and refines each of them.
 
 ``model.arch`` is ``fasterrcnn_`` and the encoder's name, as ``fasterrcnn_efficientnet_lite0``. Over a ResNet
 the detector is as wide as torchvision's, over the networks for small devices it is narrower.
@@ -44,41 +44,40 @@ from pfl_ext.tasks.detection_rcnn import (
 from pfl_ext.tasks.detection_scores import CLASS
 
 FIRST = 1
-"""The first of the encoder's five maps that is looked at: the one of stride 4."""
+"""Index of the first of the encoder's five maps that is used: that of stride 4."""
 SIDES, RATIOS = (16, 32, 64, 128, 256), (0.5, 1.0, 2.0)
-"""Sides of the anchors of each map, in pixels, and ratios of height and width. torchvision's are twice as
-large, for images of 800 pixels."""
+"""Sides of each map's anchors in pixels, and ratios of height and width. torchvision's sides, for images of
+800 pixels, are twice as large."""
 CANONICAL = 112
-"""A proposal of this side, in pixels, is looked at in the map of stride 16; torchvision's has twice that."""
+"""Side in pixels of a proposal that is read from the map of stride 16; torchvision's is twice that."""
 COMPARED, OVERLAP, LEAST_SIDE = 1000, 0.7, 1e-3
-"""For proposals: how many of a map are compared with one another, the IoU above which the one with the lower
-score goes, and the least side in pixels."""
+"""For proposals: how many of a map are compared, the IoU above which the one with the lower score is dropped,
+and the least side in pixels."""
 POOLED = 7
-"""Rows and columns to which a proposal's part of a map is brought."""
+"""Rows and columns to which a proposal's part of a map is resized."""
 WIDE, NARROW = (256, 1024), (96, 256)
 """Channels of the maps, and units of the second stage: torchvision's, and for small networks."""
 OF_ANCHORS, OF_PROPOSALS = 1 << 20, (1 << 20) + 1
-"""Streams of draws beyond those of dropout's layers."""
+"""Numbers of the streams of draws; those of dropout's layers are lower."""
 
 
 class FasterRCNN(Decoder):
     """A pyramid of five maps; a network that proposes boxes on each; a network for the proposals' classes.
 
-    Ren et al. 2015 (arXiv 1506.01497) over a pyramid (Lin et al. 2017, arXiv 1612.03144). The modules are
-    torchvision's, and so is what is done with them but for the numbers of this file and of
-    `pfl_ext.tasks.detection_rcnn`.
+    Ren et al. 2015 (arXiv 1506.01497) over a pyramid (Lin et al. 2017, arXiv 1612.03144). Modules and method
+    are torchvision's, except for the constants of this file and of `pfl_ext.tasks.detection_rcnn`.
 
-    In training the true boxes are among the proposals (`pfl_ext.models.decoders.taught`), and a sample of
-    objects and background alone goes through the second stage. What is sampled follows from the keys that
-    images bring (`pfl_ext.models.dropout`), which are functions of (seed, round, user, step), and from the
-    anchor that a proposal comes from: it does not depend on the images beside it, nor on the order of scores.
-    Without keys, as in evaluation, all draws are those of the key 0.
+    In training the true boxes are added to the proposals (`pfl_ext.models.decoders.taught`), and only a
+    sample of objects and background goes through the second stage. The sample follows from the images' keys
+    (`pfl_ext.models.dropout`), which are functions of (seed, round, user, step), and from the anchor of each
+    proposal. So it depends neither on other images of the batch nor on the order of scores. Without keys, as
+    in evaluation, all draws are those of the key 0.
 
     Its outputs are those of `pfl_ext.tasks.detection_rcnn.joined`. No gradient goes through the corners of
     proposals.
 
     Args:
-        channels: of the encoder's maps.
+        channels: channels of the encoder's maps.
         num_classes: C.
         widths: channels of the maps, and units of the second stage.
     """
@@ -92,7 +91,7 @@ class FasterRCNN(Decoder):
         self.anchors = AnchorGenerator(tuple((side,) for side in SIDES), (RATIOS,) * len(SIDES))
         self.second = TwoMLPHead(width * POOLED**2, units)
         self.predictor = FastRCNNPredictor(units, num_classes + 1)
-        self.first = RPNHead(width, len(RATIOS))  # last, as what needs a linear last layer is not for this
+        self.first = RPNHead(width, len(RATIOS))  # last: not to end in a linear layer
 
     def forward(self, maps: Sequence[Tensor], images: Tensor) -> Tensor:
         """See `Decoder.forward`."""
@@ -138,7 +137,7 @@ def _rows(x: Tensor, columns: int) -> Tensor:
 
 
 def _spread(values: Tensor, there: Tensor) -> Tensor:
-    """``[R, n]`` of the rows that are there -> ``[B, P, n]`` float32, 0 elsewhere."""
+    """``[R, n]`` for the existing rows -> ``[B, P, n]`` float32, 0 elsewhere."""
     out = values.new_zeros((*there.shape, values.shape[1]), dtype=torch.float32)
     return out.masked_scatter(there[..., None].expand_as(out), values.float())
 
@@ -150,7 +149,7 @@ def _most(targets: Tensor | None) -> int:
 def _proposed(
     scores: Tensor, moves: Tensor, anchors: Tensor, sizes: Sequence[int], side: int, draws: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The proposals of each image, ``[B, P, 4]``, and the draw of each, ``[B, P]``; rows fill up to P."""
+    """The proposals of each image, ``[B, P, 4]``, and the draw of each, ``[B, P]``; filled up to P rows."""
     found, kept_draws = [], []
     bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
     for score, boxes, drawn in zip(scores, clipped(decoded(moves, anchors, PLAIN), side), draws):
@@ -173,13 +172,13 @@ def _filled(rows: Tensor, value: float) -> Tensor:
 
 
 def _without_fillers(corners: Tensor, draws: Tensor) -> Tensor:
-    """Rows that fill up have a box of one pixel, so that what is computed of them are numbers."""
+    """Give filler rows a box of one pixel, so that results computed from them are finite."""
     one = corners.new_tensor([0.0, 0.0, 1.0, 1.0])
     return torch.where((draws == NOT_THERE)[..., None], one, corners)
 
 
 def _near_the_truth(proposals: Tensor, draws: Tensor, of_truth: Tensor) -> tuple[Tensor, Tensor]:
-    """A sample of proposals and true boxes in training, the sampled rows first; else all proposals."""
+    """In training a sample of proposals and true boxes, with sampled rows first; else all proposals."""
     targets = targets_of_images()
     if targets is None:
         return proposals, draws

@@ -1,9 +1,9 @@
-"""A classifier whose first layers stay as they are, split where its trained layers begin.
+"""Splits a classifier with frozen first layers where its trained layers begin.
 
-The frozen layers give the same numbers for an image in every round. These features can be computed once
-(`Split.features`); after that the trained layers alone are run, by a `FeatureClassifier`. Random features
-before the last layer are run with it: they are more numbers than the network's features, and these are the
-same for any of them.
+The frozen layers compute the same features for an image in every round. So features can be computed once
+(`Split.features`), and then a `FeatureClassifier` runs only the trained layers. Random features before the
+last layer are computed together with it: they are more numbers than the network's features, which in turn are
+the same for any random features.
 
 Shape letters: B images of a batch, H x W their stored size, D features of an image, K labels.
 """
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class _FromFeatures(nn.Module):
-    """All layers of a backbone under their own names, of which only those after the split are run."""
+    """All layers of a backbone under their own names. Only those after the split run."""
 
     def __init__(self, backbone: nn.Module, trained: str) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class _FromFeatures(nn.Module):
 
 
 class FeatureClassifier(ImageClassifier):
-    """The trained layers of a classifier, fed with features ``[B, D]`` where others have images.
+    """The trained layers of a classifier, which take features ``[B, D]`` instead of images.
 
-    It shares all layers with ``whole`` and has the same parameters by the same names, so that a checkpoint
-    of one is a checkpoint of the other.
+    It shares all layers with ``whole`` and has the same parameters under the same names. So a checkpoint of
+    one is a checkpoint of the other.
     """
 
     def __init__(self, whole: ImageClassifier, trained: str, width: int) -> None:
@@ -68,12 +68,12 @@ class FeatureClassifier(ImageClassifier):
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Features have no other."""
+        """The contiguous format, the only one for features."""
         return torch.contiguous_format
 
     @torch.no_grad()
     def prepare(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The features ``[B, D]`` and the targets, as they are."""
+        """The features ``[B, D]`` and the targets, unchanged."""
         return images.float(), targets
 
     def forward(self, images: Tensor, crops: Tensor | None = None) -> Tensor:
@@ -82,15 +82,15 @@ class FeatureClassifier(ImageClassifier):
 
 
 def entering(layer: nn.Module, run: Callable[[], Result], name: str = "") -> tuple[Tensor, Result]:
-    """What enters a layer of a network while the network is run, float32, and what the run gives.
+    """The input of a layer while its network runs, as float32, and the result of the run.
 
     Args:
-        layer: of the network.
-        run: runs it once.
-        name: of the layer, for the error.
+        layer: the layer.
+        run: runs the network once.
+        name: the layer's name, for the error.
 
     Raises:
-        ValueError: in a clause, when the layer is not used once, or takes several tensors.
+        ValueError: one clause, when the layer is not used exactly once, or takes several tensors.
     """
     entered: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
@@ -106,14 +106,14 @@ def entering(layer: nn.Module, run: Callable[[], Result], name: str = "") -> tup
 
 
 class Split:
-    """Where a network's frozen layers end.
+    """The split of a network into frozen and trained layers.
 
     Args:
-        whole: the network, of which some parameters are trained.
+        whole: the network; some of its parameters are trained.
 
     Raises:
-        ValueError: in a clause that says why these layers cannot be split off: all of them are trained, the
-            trained ones are not the last, or what enters them is no vector for each image.
+        ValueError: one clause that says why it cannot be split: all layers are trained, the trained ones are
+            not the last, or their input is not one vector for each image.
     """
 
     def __init__(self, whole: ImageClassifier) -> None:
@@ -133,25 +133,25 @@ class Split:
 
     @torch.no_grad()
     def _run(self, images: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What enters the trained layers, and the outputs."""
+        """The input of the trained layers, and the outputs."""
         layer = self._whole.backbone.get_submodule(self.trained)
         return entering(layer, lambda: self._whole(images, crops), self.trained)
 
     def features(
         self, images: Tensor, crops: Tensor | None = None
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """``[B, D]`` of uint8 images ``[B, H, W, 3]``, each image by itself.
+        """Features ``[B, D]`` of uint8 images ``[B, H, W, 3]``, independent of the batch.
 
         Args:
-            images: as they are stored.
-            crops: ``[B, 6]``, as training sees them; None: as evaluation does.
+            images: the stored images.
+            crops: ``[B, 6]``, as in training; None: the transform of evaluation.
         """
         device = self._whole.mean.device
         there = None if crops is None else crops.to(device)
         return self._run(images.to(device), there)[0].cpu().numpy()
 
     def digest(self) -> str:
-        """SHA-256 of all that features depend on besides the images: layers, weights, and the transform."""
+        """SHA-256 of what features depend on besides the images: layers, weights, and the transform."""
         whole, after = self._whole, f"backbone.{self.trained}."
         about = (self._layers(), whole.framing, whole.mean.tolist(), whole.std.tolist())
         found = hashlib.sha256(repr(about).encode())
@@ -162,7 +162,7 @@ class Split:
         return found.hexdigest()
 
     def _layers(self) -> str:
-        """The network in words; where random features follow the split, as it is without them."""
+        """The network in words, without random features that follow the split."""
         backbone = self._whole.backbone
         last = backbone.get_submodule(self.trained)
         if not isinstance(last, OnRandomFeatures):
@@ -175,7 +175,7 @@ class Split:
 
 
 def _last_trained(backbone: nn.Module) -> str:
-    """The name of the smallest module that holds every trained parameter, and random features before it."""
+    """The name of the smallest module with every trained parameter, and with random features before them."""
     names = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
     assert names, "a network without trainable parameters"
     common = names[0].split(".")[:-1]

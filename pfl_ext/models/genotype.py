@@ -1,9 +1,9 @@
-"""Genotypes of the DARTS space: which two operations end in each node of a cell
+"""Genotypes of the DARTS space: the two operations that lead to each node of a cell
 (Liu et al. 2019, "DARTS: Differentiable Architecture Search", arXiv 1806.09055, Sections 2.1 and 2.4).
 
-A cell is a graph of 2 inputs, 0 and 1, and `NODES` nodes, 2 and up. Every earlier one of these has an edge to
-a node, on which one of `OPERATIONS` stands; a node is the sum over its edges. There are two kinds of cells,
-normal ones and those that halve the image. Letters: E edges of a cell, O operations.
+A cell is a graph of 2 inputs, numbered 0 and 1, and `NODES` nodes, numbered from 2. Every earlier input or
+node has an edge to a node, with one of `OPERATIONS` on it; a node is the sum over its edges. There are normal
+cells, and cells that halve the image. Letters: E edges of a cell, O operations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Edge(NamedTuple):
 
     operation: str
     input: int
-    """0 and 1: the outputs of the cell before the last and of the last; 2 and up: nodes of this cell."""
+    """Its start: 0 and 1 are outputs of the cell before last and of the last; from 2, nodes of this cell."""
 
 
 class Genotype(NamedTuple):
@@ -54,10 +54,10 @@ class Genotype(NamedTuple):
 
 
 def strongest(alphas: Sequence[Sequence[float]]) -> tuple[Edge, ...]:
-    """A derived cell: for each node its two strongest edges, with their strongest operation but "none".
+    """A derived cell: for each node its two strongest edges, with their strongest operation except "none".
 
-    An operation is as strong as its share of the softmax over the edge's row, "none" among the rest. Of
-    equals the first counts.
+    The strength of an operation is its share of the softmax over the edge's row, which includes "none". The
+    first of equal ones is taken.
 
     Args:
         alphas: ``[E, O]`` of one kind of cell.
@@ -78,10 +78,10 @@ def strongest(alphas: Sequence[Sequence[float]]) -> tuple[Edge, ...]:
 
 
 def read_genotype(given: str) -> Genotype:
-    """The genotype that ``model.genotype`` says: its text, or the path of a search's ``results.json``.
+    """The genotype in ``model.genotype``, which is its text or the path of a search's ``results.json``.
 
     Raises:
-        ValueError: in one line, for what is neither.
+        ValueError: one line, for anything else.
     """
     if "=" in given and not given.endswith(".json"):
         return _parsed(given)

@@ -1,13 +1,12 @@
 """LoRA: frozen layers with trained low-rank updates beside them.
 
-Hu et al. 2022 (LoRA, arXiv 2106.09685): a layer's output is ``W x + (alpha / rank) B A x``, of which only A
-and B are trained. B is zero at first, so that the network begins as it was. For a convolution A is a
-convolution of the same kernel, stride and padding to ``rank`` channels, and B a 1 x 1 convolution from these
-to its outputs; together they are one convolution of the layer's own shape, which is what `merged` adds to its
-weights.
+Hu et al. 2022 (LoRA, arXiv 2106.09685): a layer's output is ``W x + (alpha / rank) B A x``, and only A and B
+are trained. B is zero at first, so the network starts unchanged. For a convolution, A is a convolution with
+the same kernel, stride and padding to ``rank`` channels, and B a 1 x 1 convolution from these to the outputs.
+Together they are one convolution of the layer's own shape, which `merged` adds to its weights.
 
-A convolution with groups gets no adapter. Of a depthwise one, each channel's kernel is a single row of k x k
-numbers: an adapter of any rank would be larger than the kernel itself.
+A convolution with groups gets no adapter. In a depthwise one each channel's kernel is a single row of k x k
+numbers, so an adapter of any rank would be larger than the kernel itself.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from torch import Tensor, nn
 from pfl_ext.models.config import ModelConfig
 
 ADAPTERS = ("lora_a", "lora_b")
-"""What the two layers of an adapter are called, behind the name of the layer that they belong to."""
+"""Names of the two layers of an adapter, as suffixes of the name of their layer."""
 ADAPTERS_FILE = "adapters.safetensors"
-"""File in a run directory: the adapters by themselves, under the names that checkpoints have for them."""
+"""File in a run directory with only the adapters, under their names in checkpoints."""
 SomeModule = TypeVar("SomeModule", bound=nn.Module)
 
 
@@ -33,7 +32,7 @@ class LowRank(nn.Module):
     """A frozen layer and its adapter.
 
     Args:
-        base: the layer, of which nothing is trained from here on.
+        base: the layer, which is frozen.
         config: the rank, and alpha.
         generator: draws A as torch draws such a layer, uniformly within ``1 / sqrt(inputs of one output)``.
     """
@@ -59,13 +58,13 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def added(self) -> Tensor:
-        """What `forward` adds, as weights of the layer's shape; summed in float64."""
+        """The adapter as weights of the layer's shape, computed in float64."""
         a, b = (layer.weight.double().flatten(1) for layer in (self.lora_a, self.lora_b))
         return (self.scale * (b @ a)).view(self.base.weight.shape)
 
 
 def _adapter(base: nn.Linear | nn.Conv2d, rank: int) -> tuple[nn.Linear | nn.Conv2d, nn.Linear | nn.Conv2d]:
-    """A and B, whose weights are not drawn yet: torch would draw them from its global generator."""
+    """A and B without drawn weights, since torch would draw them from its global generator."""
     skip: Callable[..., nn.Linear | nn.Conv2d] = nn.utils.skip_init
     if isinstance(base, nn.Linear):
         shapes = (base.in_features, rank), (rank, base.out_features)
@@ -80,10 +79,10 @@ def _adapter(base: nn.Linear | nn.Conv2d, rank: int) -> tuple[nn.Linear | nn.Con
 def add_adapters(
     backbone: nn.Module, head: str, config: ModelConfig, generator: torch.Generator, images: Tensor
 ) -> None:
-    """Put `LowRank` in the place of every linear layer and every convolution but those under ``head``.
+    """Replace every linear layer and every convolution, except those under ``head``, by `LowRank`.
 
-    Layers that the network never calls, as it reads their weights itself (a transformer's projection of
-    attention), and convolutions with groups stay as they are, and frozen.
+    Convolutions with groups are only frozen. So are layers that the network never calls, because it reads
+    their weights itself (a transformer's projection of attention).
 
     Args:
         backbone: the network.
@@ -93,7 +92,7 @@ def add_adapters(
         images: ``[B, 3, S, S]``, with which the network can be run.
 
     Raises:
-        ValueError: when there is no such layer, or the rank is more than that of any.
+        ValueError: when there is no such layer, or the rank is above that of every layer.
     """
     called: set[str] = set()
     hooks = [
@@ -141,9 +140,9 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged(module: SomeModule) -> SomeModule:
-    """A copy whose layers hold what their adapters add, by the plain network's names; else ``module`` itself.
+    """A copy with the adapters added to the weights, under the plain network's names; or ``module`` itself.
 
-    Its outputs differ by rounding: what a layer and its adapter give is added before the product, not after.
+    Its outputs differ by rounding, since layer and adapter are added before the product instead of after.
     """
     if not adapters_of(module):
         return module
@@ -157,7 +156,7 @@ def merged(module: SomeModule) -> SomeModule:
 
 @torch.no_grad()
 def load_merged(module: nn.Module, tensors: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> None:
-    """Load what `merged` has by name, and the adapters that it holds, to go on training them.
+    """Load the tensors of `merged`, and the adapters in them, to continue their training.
 
     Args:
         module: a network with adapters, or a plain one, for which there are no adapters.

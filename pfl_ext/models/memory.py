@@ -1,4 +1,4 @@
-"""How much memory this machine has, for what is refused before it is asked for."""
+"""The memory of this machine, so that runs which would need more are refused before they start."""
 
 from __future__ import annotations
 

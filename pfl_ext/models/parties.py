@@ -1,9 +1,9 @@
 """Networks of parties that hold different parts of every image: ``model.parties``.
 
 Each party has a network of its own, of ``model.arch``, for its part of the image at the part's own size. The
-outputs are the sum of theirs. As one module this is an ordinary classifier, which any algorithm trains, and
-whose file is loaded and scored like any other; `pfl_ext.algorithms.vertical` trains it with each party's
-network at the party.
+outputs are the sum of the parties' outputs. Together this is an ordinary classifier: any algorithm can train
+it, and its file is loaded and scored like any other. `pfl_ext.algorithms.vertical` trains it with each
+party's network at the party.
 
 Shape letters: B images of a batch, S side of the input, K labels.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class PartyNetworks(nn.Module):
-    """The sum over parties of what each party's network makes of its part of an image."""
+    """The sum over parties of the outputs of each party's network for its part of an image."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()

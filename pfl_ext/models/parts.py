@@ -1,8 +1,8 @@
-"""A network cut into parts, each of which is run by itself.
+"""Cuts a network into parts that run separately.
 
-A part has the parameters of its own modules and no others, so that parts may lie on different machines:
-what crosses is what the first module of the next part is given. Parameters and modules are those of the
-network, which stays whole as well.
+A part has only the parameters of its own modules, so parts can be on different machines. The input of the
+next part's first module is what must be sent. Parts share parameters and modules with the network, which
+remains usable as a whole.
 
 Shape letters: B images of a batch, K labels.
 """
@@ -22,18 +22,18 @@ from pfl_ext.models.trained import blocks_of, new_part
 
 
 class _Stop(nn.Module):
-    """Stands where the next part begins."""
+    """Replaces the first module of the next part, and ends the run there."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Raises what the next part is given."""
+        """Raise the next part's input."""
         raise Reached(x)
 
 
 class Part:
-    """Some modules of a network that are run one after another.
+    """Some successive modules of a network.
 
     Attributes:
-        parameters: its own, by their names in the whole network.
+        parameters: its own parameters, by their names in the whole network.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -41,7 +41,7 @@ class Part:
         self.parameters = dict(network.named_parameters())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the next part is given; of the last part, the outputs ``[B, K]``."""
+        """The next part's input; for the last part, the outputs ``[B, K]``."""
         try:
             return cast(Tensor, self._network(x))
         except Reached as end:
@@ -53,12 +53,12 @@ def parts_of(module: ImageClassifier, cut: int, keep_head: bool = False) -> list
 
     Args:
         module: a classifier.
-        cut: how many blocks (`pfl_ext.models.trained.blocks_of`) the first part has, at least 1.
-        keep_head: what comes from the last layer on (from a bottleneck on, if there is one) is a third part.
+        cut: number of blocks (`pfl_ext.models.trained.blocks_of`) of the first part, at least 1.
+        keep_head: whether the last layer (with a bottleneck before it, if there is one) is a third part.
 
     Raises:
-        ValueError: in a clause, when there are not as many blocks, or parts by themselves do not give what
-            the network gives.
+        ValueError: one clause, when there are fewer blocks, or the parts do not compute what the network
+        does.
     """
     backbone = module.backbone
     head = new_part(backbone)

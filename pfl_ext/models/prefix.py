@@ -1,8 +1,8 @@
-"""A classifier whose last blocks are trained, fed with what its frozen blocks give.
+"""A classifier whose last blocks are trained on the outputs (maps) of its frozen blocks.
 
-Where an image is the same in every step, so is what frozen blocks make of it. These run once a round for all
-images of a user (`Prefix.maps`), however many steps and epochs the user makes; a `MapClassifier` then runs
-the rest. Unlike the features that a head alone takes, maps are too large to be kept for all images.
+If an image is the same in every step, so are its maps. The frozen blocks run once a round for all images of a
+user (`Prefix.maps`), however many steps and epochs the user makes; a `MapClassifier` then runs the rest.
+Unlike the features that a head takes, maps are too large to be kept for all images.
 
 Shape letters: B images of a batch, H x W their stored size, D numbers of a map, K labels.
 """
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from pfl_ext.models.classifier import ImageClassifier, memory_format
 
 LARGEST_MAP = 4
-"""Bytes of a map over those of the image, beyond which maps cost more memory than the time is worth."""
+"""Largest size of a map relative to its image, both in bytes; beyond, maps are not worth their memory."""
 
 
 class Passed(nn.Module):
-    """A module's layers by their names, none of which is run: it gives back what it is given."""
+    """Holds a module's layers under their names, but runs none: it returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Passed(nn.Module):
             self.register_buffer(name, buffer, persistent=name in layer.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it is given, unchanged."""
+        """The input, unchanged."""
         return x
 
 
 class MapClassifier(ImageClassifier):
-    """The layers after a network's frozen blocks, fed with flat maps ``[B, D]`` where others have images.
+    """The layers after a network's frozen blocks, which take flat maps ``[B, D]`` instead of images.
 
-    It shares all layers with ``whole`` and has the same parameters by the same names and in the same order.
+    It shares all layers with ``whole`` and has the same parameters, with the same names and order.
     """
 
     def __init__(self, whole: ImageClassifier, backbone: nn.Module, shape: tuple[int, ...]) -> None:
@@ -63,7 +63,7 @@ class MapClassifier(ImageClassifier):
 
     @torch.no_grad()
     def prepare(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The maps in their shape, and the targets as they are."""
+        """The maps in their shape, and the targets unchanged."""
         return self._laid(images), targets
 
     def forward(self, images: Tensor, crops: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ class MapClassifier(ImageClassifier):
 
 
 class Reached(Exception):
-    """The end of the blocks that are run, with what they gave."""
+    """Is raised at the end of the blocks, with their output."""
 
 
 class _End(nn.Module):
@@ -83,7 +83,7 @@ class _End(nn.Module):
         self.layer = layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raises what the layer gives."""
+        """Raise the layer's output."""
         raise Reached(self.layer(*args, **kwargs))
 
 
@@ -92,11 +92,11 @@ class Prefix:
 
     Args:
         whole: the network, on a CPU.
-        faster: makes a block, which is a copy, run faster.
+        faster: makes a copy of a block run faster.
 
     Raises:
-        ValueError: in a clause, when the blocks cannot be run by themselves: there are none, what they give
-            is too large, or more of the network than the blocks stands before the trained ones.
+        ValueError: one clause, when the blocks cannot run alone: there are none, their output is too large,
+            or other parts of the network are before the trained ones.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Prefix:
 
 
 def _frozen_first(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Children in order, taken apart where part of one is trained, up to the first that is trained."""
+    """Children in order, up to the first trained one. A child that is partly trained is taken apart."""
     for child_name, child in module.named_children():
         name, learn = prefix + child_name, [p.requires_grad for p in child.parameters()]
         if any(learn):
@@ -165,12 +165,12 @@ def _frozen_first(module: nn.Module, prefix: str) -> Iterator[str]:
 def substituted(
     module: nn.Module, by: Mapping[str, Callable[[nn.Module], nn.Module]], prefix: str = ""
 ) -> nn.Module:
-    """A shallow copy with other modules in some places; what stays is shared.
+    """A shallow copy in which some modules are replaced; the others are shared.
 
     Args:
-        module: is left as it is.
-        by: makes the other module of the one in a place, by the place's name.
-        prefix: of the module's own name in ``by``.
+        module: the module, which is not changed.
+        by: for the name of a place, a function from its module to the replacement.
+        prefix: prefix of the module's names in ``by``.
     """
     shallow = copy.copy(module)
     shallow._modules = {}

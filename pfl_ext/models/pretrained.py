@@ -1,7 +1,7 @@
-"""Where a network's first weights come from: each source with its checksum, licence and input normalisation.
+"""Sources of pretrained weights, each with its checksum, licence and input normalisation.
 
-torchvision downloads its own. Packages hold those of some small networks, for machines without internet. A
-file that a user names is one of these, by its content, or a source of its own.
+torchvision downloads its own weights. Packages contain those of some small networks, for machines without
+internet. The content of a file that a user names decides whether it is one of these or a source of its own.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ class Source:
     sha256: str
     """SHA-256 of the file, or its first digits."""
     path: Callable[[], Path]
-    """Where the file lies on this machine, downloaded if it must be, its content checked.
+    """Returns the file's path on this machine, after a download if necessary, with its content checked.
 
-    Raises a ValueError where it cannot be had, `pfl_ext.models.download.Unreachable` if a server is why.
+    Raises ValueError if that fails, as `pfl_ext.models.download.Unreachable` if a server is the reason.
     """
     description: str | None = None
-    """What they are, for people; None where nobody says."""
+    """A description for people; None if there is none."""
     licence: str | None = None
     """Licence of the weights; None where it is not known."""
     normalisation: Normalisation | None = None
     """Normalisation of the images that the network was trained on; None where it is not known."""
     renamed: Callable[[str], str] = str
-    """A tensor's name in the network, from its name in the file."""
+    """Maps a tensor's name in the file to its name in the network."""
     is_torchvisions: bool = False
     """Whether they are torchvision's ImageNet weights."""
     experiment_sha256: str | None = None
-    """For the model of a run of ours: the digest of what its seeds have in common."""
+    """For a model from one of our runs: the digest of what runs with different seeds have in common."""
 
     def is_of(self, sha256: str) -> bool:
-        """Whether a file with this SHA-256 is the one."""
+        """Whether a file with this SHA-256 is this source."""
         return sha256.startswith(self.sha256)
 
 
 def source_of(arch: str) -> Source | None:
-    """Where the ImageNet weights of a network, or of its encoder, come from; None where there are none.
+    """The source of ImageNet weights of a network or of its encoder; None if there is none.
 
     Args:
-        arch: name of a network as ``model.arch`` has it.
+        arch: the network's name in ``model.arch``.
     """
     arch = encoder_of(arch)
     if arch in PACKAGED:
@@ -74,7 +74,7 @@ def source_of(arch: str) -> Source | None:
 
 
 def source_in(arch: str, file: Path) -> Source:
-    """A local file: the source that is known of the network, if it has that content, or one of its own."""
+    """The source of a local file: the network's known source if the content agrees, or a new one."""
     known, sha256 = source_of(arch), file_digest(file)
     if known is not None and known.is_of(sha256):
         return dataclasses.replace(known, path=lambda: file)
@@ -84,7 +84,7 @@ def source_in(arch: str, file: Path) -> Source:
 
 
 def _said(file: Path) -> Mapping[str, str]:
-    """What a safetensors file of `pfl_ext.checkpoint.save` says of itself."""
+    """The metadata of a safetensors file from `pfl_ext.checkpoint.save`."""
     if file.suffix != ".safetensors":
         return {}
     try:

@@ -13,15 +13,14 @@ and the last layer takes phi(z). The product of two of these has the expectation
 over the draw, and the variance ``(1 + (1 - k^2)^2) / (2 D)``: a linear layer on phi(z) is a kernel machine on
 z but for an error that falls as ``1 / sqrt(D)``.
 
-**Length 1.** What a width means depends on how far features are apart, which is another number for each
-network. The usual choice, the median of their distances, looks at users' images, which no private run may do
-without paying for it. Features of length 1 are at most 2 apart, whatever the network and the data are, so
-that a width is a number that carries over, and the default is no function of any data. What is lost is a
-feature vector's length.
+**Length 1.** A good width depends on the distances between features, which differ between networks. The usual
+choice, their median, reads users' images, which a private run would have to pay for. Features of length 1 are
+at most 2 apart for any network and data. So a width can be used again elsewhere, and the default depends on
+no data. The length of a feature vector is lost.
 
-**Privacy.** Omega and beta are a function of the run's seed, which all users and the server know, and nobody
-sends them. ``|phi(z)|`` is at most ``sqrt(2)``, and 1 in the mean over the draw. Clipping bounds what a user
-sends whatever its features are, so the argument for an algorithm is the same with this layer as without it.
+**Privacy.** Omega and beta are functions of the run's seed, which all users and the server know; they are not
+sent. ``|phi(z)|`` is at most ``sqrt(2)``, and 1 in the mean over the draw. Clipping bounds what a user sends
+for any features, so an algorithm's privacy argument is the same with this layer as without it.
 
 Shape letters: B images of a batch, d features of the network, D random features, K labels.
 """
@@ -43,18 +42,18 @@ BYTES = 4  # of a number
 
 
 class RandomFeatures(nn.Module):
-    """The map. It has buffers and no parameters, so that nothing trains it, whatever ``model.trained`` is.
+    """The map phi. It has buffers and no parameters, so it is not trained for any ``model.trained``.
 
-    It is computed in float32 also where training is not: a phase in bfloat16 would be off by up to 0.02.
+    It is always computed in float32: a phase in bfloat16 would have errors of up to 0.02.
 
     Args:
         inputs: d.
         outputs: D.
-        width: of the kernel.
-        seed: decides Omega and beta. With a larger D the first of them are the same.
+        width: the kernel's width.
+        seed: determines Omega and beta. A larger D extends them and keeps the first rows.
 
     Raises:
-        ValueError: when Omega has no room in this machine's memory.
+        ValueError: when Omega does not fit in this machine's memory.
     """
 
     frequencies: Tensor
@@ -64,7 +63,7 @@ class RandomFeatures(nn.Module):
     def __init__(self, inputs: int, outputs: int, width: float, seed: int) -> None:
         super().__init__()
         need, there = BYTES * outputs * inputs, physical_memory()
-        if need > there / 4:  # each lane, and the copy that is kept of the best model, have one of their own
+        if need > there / 4:  # each lane and the kept best model have their own copy
             raise ValueError(
                 f"model.random_features is {outputs}, and for {inputs} features of the network that takes "
                 f"{need / 1e9:,.1f} GB in each copy of it, where there are {there / 1e9:,.1f}: choose fewer"
@@ -91,7 +90,7 @@ class RandomFeatures(nn.Module):
         return f"in_features={inputs}, out_features={outputs}, width={float(self.width):g}"
 
     def check_width(self, width: float) -> None:
-        """Refuse random features that were loaded with a last layer, and are of another kernel.
+        """Refuse random features of another kernel, which were loaded with a last layer.
 
         Raises:
             ValueError: one line with both widths.
@@ -104,7 +103,7 @@ class RandomFeatures(nn.Module):
 
 
 class OnRandomFeatures(nn.Sequential):
-    """A last layer and the random features that it takes, in the place of a network's last layer.
+    """Random features and a last layer on them, which replace a network's last layer.
 
     Args:
         random: the features.
@@ -118,6 +117,6 @@ class OnRandomFeatures(nn.Sequential):
         super().__init__(OrderedDict(random=random, linear=linear))
 
     def plain(self) -> nn.Linear:
-        """The last layer that a network without random features would have, without its numbers."""
+        """An uninitialised last layer as the network would have without random features."""
         linear, inputs = self.linear, self.random.frequencies.shape[1]
         return nn.Linear(inputs, linear.out_features, linear.bias is not None, device="meta")

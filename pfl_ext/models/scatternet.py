@@ -1,4 +1,4 @@
-"""A linear classifier on ScatterNet's features, for which nothing is learnt.
+"""A linear classifier on ScatterNet's features, which are not learnt.
 
 The scattering transform is Mallat's (Group Invariant Scattering, 2012) in two dimensions, as Oyallon and
 Mallat (Deep Roto-Translation Scattering, 2015) apply it to CIFAR, and Tramèr and Boneh (arXiv 2011.11660) to
@@ -21,20 +21,21 @@ from pfl_ext.models.small import NETWORKS
 
 COLOURS, OCTAVES, ANGLES = 3, 2, 8
 SIGMA, FREQUENCY = 0.8, 3 * math.pi / 4
-"""Width and centre of the finest wavelet, in pixels and radians; an octave doubles and halves them."""
+"""Width of the finest wavelet in pixels, and its centre in radians. An octave doubles the width and halves
+the centre."""
 PERIODS = range(-2, 3)
-"""Periods of a map, repeated in both directions, in which a wavelet is not negligible."""
+"""Number of periods of a map, in both directions, in which a wavelet is not negligible."""
 
 
 def gabor(side: int, sigma: float, angle: float, frequency: float, slant: float) -> Tensor:
-    """A plane wave times a Gaussian of sum 1 around 0, 0 of a periodic map: complex128 ``[n, n]``.
+    """A plane wave times a Gaussian of sum 1 around position 0, 0 of a periodic map: complex128 ``[n, n]``.
 
     Args:
         side: n.
         sigma: width along the wave, in pixels.
-        angle: of the wave, from the first axis, in radians.
-        frequency: of the wave, in radians a pixel.
-        slant: width along the wave over that across it.
+        angle: the wave's angle from the first axis, in radians.
+        frequency: the wave's frequency, in radians a pixel.
+        slant: width along the wave relative to that across it.
     """
     steps = torch.cat([torch.arange(side, dtype=torch.float64) + side * period for period in PERIODS])
     y, x = steps[:, None], steps[None, :]
@@ -47,7 +48,7 @@ def gabor(side: int, sigma: float, angle: float, frequency: float, slant: float)
 
 
 def morlet(side: int, octave: int, angle: float, slant: float) -> Tensor:
-    """The spectrum, which is real, of a wavelet of mean 0: ``[n, n]``; arguments as `gabor`."""
+    """The real spectrum ``[n, n]`` of a wavelet of mean 0; arguments as for `gabor`."""
     sigma, frequency = SIGMA * 2**octave, FREQUENCY / 2**octave
     wave, envelope = gabor(side, sigma, angle, frequency, slant), gabor(side, sigma, angle, 0, slant)
     spectrum: Tensor = torch.fft.fft2(wave - wave.sum() / envelope.sum() * envelope).real
@@ -68,8 +69,8 @@ def narrowed(spectra: Tensor, filters: Tensor, octaves: int) -> Tensor:
 class Scattering(nn.Module):
     """``[B, C, S, S]`` -> ``[B, C F, S / 2**J, S / 2**J]``, without parameters.
 
-    Of each colour: its average, the average of each wavelet's modulus, and that of the modulus of each
-    coarser wavelet on each of these moduli. The image is continued by reflection.
+    For each colour: its average, the average of each wavelet's modulus, and the average of the modulus of
+    each coarser wavelet on each of these moduli. The image is continued by reflection.
     """
 
     wavelets: Tensor  # spectra [J, L, n, n]
@@ -92,7 +93,7 @@ class Scattering(nn.Module):
         self.register_buffer("average", average.float(), False)
 
     def extra_repr(self) -> str:
-        """All that its outputs depend on; the digest of cached features reads it."""
+        """Everything that its outputs depend on, for the digest of cached features."""
         return f"{self.side}, octaves={self.octaves}, angles={self.angles}"
 
     def forward(self, images: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class Scattering(nn.Module):
         return moduli
 
     def _averaged(self, maps: Tensor, octave: int) -> Tensor:
-        """Averages of maps at ``octave``, without their border, which is one pixel wide by now."""
+        """Averages of maps at ``octave``, without their border, which is one pixel wide at this scale."""
         kernel = torch.fft.ifft(low(self.average, octave, 0)).real
         steps = torch.arange(len(kernel), device=kernel.device)
         kept = steps[:: 2 ** (self.octaves - octave)][1:-1]
@@ -136,10 +137,10 @@ def low(spectra: Tensor, octaves: int, axis: int) -> Tensor:
 class ScatterNet(nn.Module):
     """The network; its features are the ``[B, C F S**2 / 4**J]`` that enter ``classifier``.
 
-    ``norm`` is replaced by what ``model.channel_norm`` says. A group norm without scale and shift has
-    ``model.groups`` groups of neighbouring channels, over all pixels of one image; it looks at no other
-    image, so that the features of a user depend on no other user. The other choice is
-    `pfl_ext.models.standardised`, by moments of all users' images, which a private run must release.
+    ``model.channel_norm`` chooses the replacement of ``norm``. A group norm without scale and shift has
+    ``model.groups`` groups of neighbouring channels, over all pixels of one image. It reads no other image,
+    so the features of a user depend on no other user. The other choice is `pfl_ext.models.standardised`, with
+    moments of all users' images, which a private run must release.
     """
 
     def __init__(self, num_labels: int, input_size: int) -> None:

@@ -26,7 +26,7 @@ UNET = (256, 128, 64, 32, 16)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int = 1, dilation: int = 1) -> nn.Sequential:
-    """A convolution with norm and ReLU, of its input's size; `pfl_ext.models.classifier` chooses the norm."""
+    """A convolution with norm and ReLU that keeps the size; `pfl_ext.models.classifier` chooses the norm."""
     padding = dilation * (kernel // 2)
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, padding=padding, dilation=dilation, bias=False),
@@ -70,7 +70,7 @@ def _scaled(x: Tensor, like: Tensor) -> Tensor:
 
 
 class UNet(Decoder):
-    """Five blocks, each of which doubles a map and takes in the encoder's map of that size.
+    """Five blocks. Each doubles the size of a map and takes in the encoder's map of that size.
 
     Ronneberger et al. 2015 (arXiv 1505.04597), with padded convolutions and an encoder of any kind.
     """

@@ -20,12 +20,12 @@ from pfl_ext.registry import Registry
 
 @dataclass(frozen=True)
 class Configured:
-    """A network that reads keys of ``model`` of its own."""
+    """A network that reads keys of ``model`` that others do not read."""
 
     build: Callable[[int, ModelConfig], nn.Module]
     """Builds the network from the number of labels and the section, with torch's random weights."""
     reads: tuple[str, ...]
-    """The keys of ``model`` that this network reads; they have no effect on others."""
+    """The keys of ``model`` that only such networks read."""
 
     def __call__(self, num_labels: int, input_size: int) -> nn.Module:
         """The network with those keys at their defaults."""
@@ -35,7 +35,7 @@ class Configured:
 Network = Callable[[int, int], nn.Module]
 """Builds a network from the number of labels and the side of the input, with torch's random weights."""
 NETWORKS: Registry[Network] = Registry("pfl_ext.models", "model.arch")
-"""What ``model.arch`` chooses by name, besides torchvision's classifiers."""
+"""The networks that ``model.arch`` chooses by name, besides torchvision's classifiers."""
 
 
 def network_keys() -> dict[str, list[str]]:

@@ -28,12 +28,12 @@ from pfl_ext.tasks.detection_ssd import SSDDetection
 EXTRA = (512, 256, 256, 128)
 """Channels of the maps that the detector adds to the encoder's two."""
 RATIOS, SMALLEST, LARGEST = (2, 3), 0.2, 0.95
-"""Ratios of a default box's sides besides 1, and the sides of the first and the last map's in those of the
-image, as torchvision has them."""
+"""Ratios of a default box's sides besides 1, and the sides of the first and the last map's default boxes
+relative to the image, as in torchvision."""
 OF_A_GROUP = 16
-"""Channels of a norm's group: a map of one pixel has so many numbers, of which a mean is known."""
+"""Channels of a norm's group. So even a map of one pixel has this many numbers for a mean."""
 DEVIATION = 0.03
-"""Standard deviation of the first weights, as torchvision draws them."""
+"""Standard deviation of the initial weights, as in torchvision."""
 
 
 class SSDLite(Decoder):
@@ -48,7 +48,7 @@ class SSDLite(Decoder):
     first, four offsets, the box's corners in pixels of the input, and S.
 
     Args:
-        channels: of the two maps that the encoder gives.
+        channels: channels of the encoder's two maps.
         num_classes: C.
         more: channels of the maps that are added.
     """
@@ -87,7 +87,7 @@ def _norm(channels: int) -> nn.GroupNorm:
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
-    """Half the outputs' channels, each halved in size by itself, then all joined."""
+    """Reduce to half the channels, halve the map channel by channel, then combine all channels."""
     middle = outputs // 2
     layer = partial(Conv2dNormActivation, norm_layer=_norm, activation_layer=nn.ReLU6)
     return nn.Sequential(
@@ -98,15 +98,15 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _mobilenet(pretrained: bool) -> Form:
-    """Up to the expansion of the block that halves last, and the rest; with half the last channels from
-    scratch, as torchvision has it and Howard et al. for detection."""
+    """MobileNetV3 up to the expansion of the last block that halves, and the rest. From scratch it has half
+    of the last channels, as in torchvision and as Howard et al. do for detection."""
     first = [*(f"features.{number}" for number in range(13)), "features.13.block.0"]
     rest = [*(f"features.13.block.{part}" for part in (1, 2, 3)), *(f"features.{n}" for n in (14, 15, 16))]
     return Form((first, rest), (672, 960 if pretrained else 480), options={"reduced_tail": not pretrained})
 
 
 def _lite(pretrained: bool) -> Form:
-    """The same of EfficientNet-Lite0, whose weights are for all its channels."""
+    """The same split of EfficientNet-Lite0, always with all channels, since its weights are for these."""
     first = ["stem", *(f"blocks.{number}" for number in range(11)), "blocks.11.expand"]
     rest = ["blocks.11.depthwise", "blocks.11.project", *(f"blocks.{n}" for n in range(12, 16)), "last"]
     return Form((first, rest), (672, 1280))

@@ -1,4 +1,4 @@
-"""Channels that are standardised by statistics of the training images, which are set once before training.
+"""Standardises channels by statistics of the training images, which are set once before training.
 
 Shape letters: B images of a batch, C channels, H x W the size of a map.
 """
@@ -14,8 +14,8 @@ EPS = 1e-5  # as BatchNorm's
 class Standardised(nn.Module):
     """``(x - mean) * scale`` of each channel; the identity until `set` is called.
 
-    It has buffers and no parameters: training does not change it, and whoever sets it from users' images
-    answers for their privacy (`pfl_ext.privacy.moments`).
+    It has buffers and no parameters, so training does not change it. The caller who sets it from users'
+    images is responsible for their privacy (`pfl_ext.privacy.moments`).
     """
 
     mean: Tensor
@@ -28,12 +28,12 @@ class Standardised(nn.Module):
         self.register_buffer("scale", torch.ones(num_channels))
 
     def clear(self) -> None:
-        """Be the identity again, whatever weights were loaded."""
+        """Reset it to the identity, for example after weights were loaded."""
         self.mean.zero_()
         self.scale.fill_(1)
 
     def set(self, mean: Tensor, mean_square: Tensor) -> None:
-        """Take over moments ``[C]``; a channel whose variance is not above zero becomes zero."""
+        """Set the moments ``[C]``. A channel whose variance is not above 0 becomes 0."""
         variance = mean_square - mean.square()
         self.mean.copy_(mean)
         self.scale.copy_(torch.where(variance > 0, (variance.clamp(min=0) + EPS).rsqrt(), 0.0))
@@ -44,5 +44,5 @@ class Standardised(nn.Module):
 
 
 def standardised_in(network: nn.Module) -> Standardised | None:
-    """The one of a network that has it."""
+    """The `Standardised` layer of a network; None if it has none."""
     return next((layer for layer in network.modules() if isinstance(layer, Standardised)), None)

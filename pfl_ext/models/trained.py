@@ -1,11 +1,11 @@
 """Which parameters of a network are trained: ``model.trained``.
 
-The last layer is always among them, and so is what is as new: the bottleneck before it, and a decoder.
-Besides these,
+The last layer is always trained, and so are other new parts: the bottleneck before it, and a decoder.
+Besides,
 
 * ``last_blocks`` trains the last N blocks of the network, whole;
-* ``lora`` trains adapters of the other layers (`pfl_ext.models.lora`), and no weight of theirs;
-* ``bias`` trains every bias (Ben Zaken et al. 2022, BitFit, arXiv 2106.10199), those of norms too;
+* ``lora`` trains adapters of the other layers (`pfl_ext.models.lora`) and not their weights;
+* ``bias`` trains every bias (Ben Zaken et al. 2022, BitFit, arXiv 2106.10199), also those of norms;
 * ``norms`` trains scale and shift of every norm (Frankle et al. 2021, arXiv 2003.00152).
 
 What is not trained is never summed, clipped, noised, sent or counted.
@@ -26,7 +26,7 @@ LAYERS = (nn.Linear, nn.Conv2d)
 
 
 class Bottleneck(nn.Sequential):
-    """The layer that ``model.bottleneck`` puts before the last one, and the last one."""
+    """The layer that ``model.bottleneck`` adds before the last layer, and the last layer."""
 
 
 def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
@@ -43,7 +43,7 @@ def part_of_classes(backbone: nn.Module) -> str:
 
 
 def new_part(backbone: nn.Module) -> str:
-    """Name of the module that pretrained weights leave new: decoder, bottleneck or last layer."""
+    """Name of the module that is new with pretrained weights: decoder, bottleneck or last layer."""
     if isinstance(backbone, EncoderDecoder):
         return "decoder"
     name, _ = head_of(backbone)
@@ -52,15 +52,15 @@ def new_part(backbone: nn.Module) -> str:
 
 
 def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
-    """Freeze what ``config.trained`` leaves as it is, and add the adapters of lora.
+    """Freeze all that ``config.trained`` does not train, and add adapters for lora.
 
     Args:
-        backbone: with its first weights.
-        config: of the network.
-        generator: draws what is added.
+        backbone: the network with its initial weights.
+        config: the network's config.
+        generator: draws the adapters' weights.
 
     Raises:
-        ValueError: in one line, when the network has nothing of the kind that is to be trained.
+        ValueError: one line, when the network has nothing of the kind that is to be trained.
     """
     if config.trained == "all":
         return
@@ -92,7 +92,7 @@ def _biases(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def of_norms(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that layers have whose type calls itself a norm, as all of torch's and ours do."""
+    """The parameters of norms, found by the name of the layer's type, as for all of torch's and ours."""
     for layer, module in backbone.named_modules():
         if "Norm" in type(module).__name__:
             for name, parameter in module.named_parameters(recurse=False):
@@ -125,10 +125,10 @@ def _last_blocks(
 def blocks_of(backbone: nn.Module, head: str) -> list[list[str]]:
     """The names of the modules of every block before the head, first to last.
 
-    A block is what a network repeats: the residual block of a ResNet or an EfficientNet, the encoder block
-    of a transformer, a single layer of a small network. To find them, a network is taken apart into its
-    children, and so are those of them that are plain sequences or hold a sequence of modules of one class;
-    no other is. A norm by itself belongs to the block before it.
+    A block is what a network repeats: the residual block of a ResNet or an EfficientNet, the encoder block of
+    a transformer, a single layer of a small network. To find blocks, a network is divided into its children.
+    A child is divided further if it is a plain sequence or has a sequence of modules of one class. A norm
+    outside of these belongs to the block before it.
     """
     blocks: list[list[str]] = []
     for name in _pieces(backbone, "", head):
@@ -152,7 +152,7 @@ def _pieces(module: nn.Module, prefix: str, head: str) -> Iterator[str]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Whether it is, or has as a child, a sequence of several modules of one class that have children."""
+    """Whether the module is, or has as a child, a sequence of modules of one class that have children."""
     for sequence in (module, *module.children()):
         kinds = {type(part) for part in sequence.children()}
         if isinstance(sequence, nn.Sequential | nn.ModuleList) and len(sequence) > 1 and len(kinds) == 1:

@@ -13,14 +13,14 @@ from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
 
 IMAGENET = "imagenet"
-"""Value of ``weights`` for those that `pfl_ext.models.pretrained` knows for the network."""
+"""Value of ``weights`` for the source in `pfl_ext.models.pretrained`."""
 
 
 def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors by the network's names for them, and where they came from, for messages.
+    """The tensors under the network's names for them, and a description of their source for messages.
 
     Raises:
-        ValueError: for what cannot be had or read.
+        ValueError: when they cannot be downloaded or read.
     """
     if str(weights) == IMAGENET:
         source = source_of(arch)
@@ -58,10 +58,10 @@ def _read(path: Path) -> dict[str, Tensor]:
 def load_weights(
     backbone: nn.Module, head: str | None, arch: str, tensors: dict[str, Tensor], source: str
 ) -> None:
-    """Copy every tensor but those of the layers under ``head``: one, or two where the file has a bottleneck.
+    """Copy every tensor but those of the layers under ``head``: one, or two if the file has a bottleneck.
 
-    With ``head`` None every tensor is copied. Of a network with a decoder, a classifier's file holds the
-    encoder, and its other tensors are left out.
+    With ``head`` None every tensor is copied. For a network with a decoder, a classifier's file provides only
+    the encoder, and its other tensors are ignored.
 
     Raises:
         ValueError: unless names and shapes are exactly the network's.

@@ -1,4 +1,4 @@
-"""The noise that keeps a privacy budget, and what a run says of its guarantee.
+"""The noise that keeps a privacy budget, and a run's statement of its guarantee.
 
 Letters: N population, C users in a round (C_sm really trained, C_lg whose noise is simulated), T rounds,
 q = C / N, z noise multiplier, b band. The unit of privacy is one user with all of their images. Epsilons are
@@ -34,7 +34,7 @@ from pfl_ext.privacy.mechanisms import ClippingBound
 Mechanism = Literal["gaussian", "adaptive"]
 Noise = Literal["calibrated", "rounds_as_epochs"]
 
-ACCOUNTINGS = 20  # so often at most is what was spent computed in a run
+ACCOUNTINGS = 20  # the most times that a run computes its spending
 
 
 def accounted_rounds(rounds: int, num_rounds: int) -> int:
@@ -55,60 +55,60 @@ NOTES = {
     "mu_gdp": "at every epsilon up to epsilon_at_end, all rounds together give no more away than one "
     "Gaussian mechanism whose sensitivity is mu times its noise",
 }
-"""What the figures of a system in ``privacy.json`` mean."""
+"""The meaning of a system's figures in ``privacy.json``."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PrivacyConfig:
-    """What private training promises and how. The budget has no default: it is a promise to the users.
+    """The guarantee of private training and its mechanism. The budget, a promise to users, has no default.
 
-    A noise cohort larger than the cohort gives the mean the little noise of a large cohort at the cost of a
-    small one. The run itself is less private, and both epsilons are reported. A noise population does so for
-    data with too few users, as a few hundred cannot hide each other at useful noise.
+    With a noise cohort larger than the cohort, the mean has the small noise of a large cohort at the cost of
+    training a small one. The run itself is less private, and both epsilons are reported. A noise population
+    does the same for data with too few users: a few hundred cannot hide each other at useful noise.
 
-    A band of b takes back in each round some of the noise that the last b - 1 rounds added (banded matrix
+    A band of b removes in each round some of the noise that the last b - 1 rounds added (banded matrix
     factorisation, `pfl_ext.privacy.banded`). It needs at least b rounds between two participations of a user.
 
-    The noise ``rounds_as_epochs`` is that of code which passes rounds for epochs to an accountant: it may add
-    a multiple of the noise that the budget needs.
+    The noise ``rounds_as_epochs`` is that of code which passes rounds as epochs to an accountant. It may be a
+    multiple of the noise that the budget needs.
 
-    The noise on the share of unclipped users is, on their count, `indicator_std_fraction` times the noise
-    cohort. Part of the budget goes to it, so it has a minimum.
+    The noise on the count of unclipped users is `indicator_std_fraction` times the noise cohort. It uses part
+    of the budget, so it has a minimum.
 
     Raises:
-        ValueError: when a value makes no sense, naming its key.
+        ValueError: when a value makes no sense; the message names its key.
     """
 
     epsilon: PositiveFloat
-    """Budget of the whole run, of the system with the noise cohort; never exceeded."""
+    """Epsilon of the whole run, for the system with the noise cohort; it is never exceeded."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Probability that the budget may be exceeded; none: N^-1.1 for a population of N."""
+    """Delta, the probability that the budget is exceeded; none: N^-1.1 for a population of N."""
     noise_cohort_size: int | None = None
-    """Users in a round whose noise on the mean is simulated, at least cohort_size; none: no simulation."""
+    """Size of the cohort whose noise on the mean is simulated, at least cohort_size; none: no simulation."""
     noise_population: int | None = None
-    """Users of the system whose noise is simulated; none: as many as the data has."""
+    """Number of users of the system whose noise is simulated; none: that of the data."""
     mechanism: Mechanism = "gaussian"
     """Clipping at a fixed bound, or at one that follows a quantile of the norms (Andrew et al. 2021)."""
     clipping: Literal["flat", "per_layer"] = "flat"
     """What the bound limits: the whole update, or each of L layers at bound / sqrt(L)."""
     clipping_bound: ClippingBound = 1.0
-    """L2 norm to which updates are clipped; where the adaptive bound starts."""
+    """L2 norm to which updates are clipped; the first value of an adaptive bound."""
     quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of updates that should stay unclipped (adaptive); Andrew et al. recommend a half."""
     clip_step: PositiveFloat = 0.2
-    """Rate at which the bound is multiplied, on a logarithmic scale (adaptive); 0.2 is Andrew et al.'s."""
+    """Step size of the bound's logarithm (adaptive); 0.2 is Andrew et al.'s."""
     indicator_std_fraction: PositiveFloat = 0.05
-    """Standard deviation of the noise on the share of unclipped users; it costs budget (adaptive)."""
+    """Standard deviation of the noise on the share of unclipped users, which uses budget (adaptive)."""
     accountant: Accountant = "pld"
     """Arithmetic of epsilon: privacy loss distributions, or Renyi differential privacy."""
     sampler: Sampler = "poisson"
-    """Way that cohorts are drawn: see `pfl_ext.privacy.epsilon`."""
+    """How cohorts are drawn: see `pfl_ext.privacy.epsilon`."""
     band: PositiveInt = 1
-    """Rounds over which noise is correlated, so that less of it adds up; above 1 with the cyclic sampler."""
+    """Rounds over which noise is correlated, so that less adds up; above 1 only with the cyclic sampler."""
     noise: Noise = "calibrated"
-    """Amount of noise: what the budget needs, or what code asks for that passes rounds for epochs."""
+    """Amount of noise: as the budget needs, or as computed by code that passes rounds as epochs."""
     moments_multiplier: Annotated[float, Field(gt=0, le=LARGEST_MULTIPLIER)] | None = None
-    """Noise multiplier of each of the two moments that model.channel_norm data needs; none: no release."""
+    """Noise multiplier of each of the two moments for model.channel_norm data; none: no release."""
     mean_bound: ClippingBound = 1.0
     """L2 norm to which a user's vector of channel means is clipped before the release."""
     square_bound: ClippingBound = 1.0
@@ -116,7 +116,7 @@ class PrivacyConfig:
 
     @property
     def releases(self) -> tuple[float, ...]:
-        """Noise multipliers of what is released before the first round."""
+        """Noise multipliers of the releases before the first round."""
         return () if self.moments_multiplier is None else (self.moments_multiplier,) * 2
 
     def __post_init__(self) -> None:
@@ -146,8 +146,8 @@ class PrivacyConfig:
         """The least noise, rounded up, with which ``num_rounds`` rounds keep the budget; takes seconds.
 
         Raises:
-            ValueError: for cohorts that do not fit each other or the population, for a delta of 1 / N or
-                more, for an indicator noise below its minimum, for a bug's noise that would break the budget.
+            ValueError: when cohorts do not fit each other or the population, delta is 1 / N or more, the
+                indicator's noise is below its minimum, or the noise of ``rounds_as_epochs`` is too small.
         """
         noise_cohort = cohort_size if self.noise_cohort_size is None else self.noise_cohort_size
         noise_population = population if self.noise_population is None else self.noise_population
@@ -237,10 +237,10 @@ class PrivacyConfig:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How much noise a run adds and what that is worth.
+    """The noise that a run adds, and the guarantee that follows.
 
-    ``simulated`` is the system with the noise cohort, whose epsilon keeps the budget. ``executed`` is the
-    run itself: its real cohort, whose sum gets C_sm / C_lg of the noise.
+    ``simulated`` is the system with the noise cohort, whose epsilon keeps the budget. ``executed`` is the run
+    itself, whose real cohort's sum gets C_sm / C_lg of the noise.
     """
 
     config: PrivacyConfig
@@ -259,7 +259,7 @@ class Calibration:
 
     @property
     def minimal_indicator_std_fraction(self) -> float:
-        """z / (2 C_lg): here the indicator alone, of sensitivity 1/2, would use up the noise multiplier z."""
+        """z / (2 C_lg): with this the indicator alone, of sensitivity 1/2, would use up the multiplier z."""
         return self.simulated.noise_multiplier / (2 * self.simulated.cohort_size)
 
     @property
@@ -269,7 +269,7 @@ class Calibration:
 
     @property
     def value_noise_multiplier(self) -> float:
-        """z_delta, for the updates: ``(z^-2 - (2 sigma_b)^-2)^-1/2``, above z, as the indicator costs some.
+        """z_delta for the updates, ``(z^-2 - (2 sigma_b)^-2)^-1/2``; above z, as the indicator costs some.
 
         The pair (update / bound, vote of plus or minus 1/2) is one Gaussian mechanism (Andrew et al. 2021,
         Theorem 1). Replacing a user doubles both sensitivities, so it holds for either relation.
@@ -281,7 +281,7 @@ class Calibration:
 
     @property
     def is_simulation(self) -> bool:
-        """Whether the noise is that of a larger cohort, or population, than is trained."""
+        """Whether the noise is that of a larger cohort or population than the trained one."""
         here, there = self.executed, self.simulated
         return (here.cohort_size, here.population) != (there.cohort_size, there.population)
 
@@ -297,20 +297,20 @@ class Calibration:
 
     @cached_property
     def epsilon_rdp(self) -> float:
-        """`epsilon` by RDP: the cross-check, equal to or above PLD's."""
+        """`epsilon` by RDP, as a cross-check; it is equal to or above PLD's."""
         return self.simulated.epsilon_after(self.num_rounds, "rdp")
 
     def epsilon_after(self, rounds: int) -> float:
-        """What ``rounds`` rounds spend of the budget.
+        """The epsilon that ``rounds`` rounds spend.
 
         Raises:
-            ValueError: past the rounds that the noise was calibrated for.
+            ValueError: for more rounds than the noise was calibrated for.
         """
         self.refuse_round(rounds - 1)
         return self.simulated.epsilon_after(rounds)
 
     def refuse_round(self, round_number: int) -> None:
-        """Raise ValueError when round ``round_number`` (from 0) lies beyond the budget."""
+        """Raise ValueError if round ``round_number`` (from 0) would exceed the budget."""
         if round_number >= self.num_rounds:
             raise ValueError(
                 f"round {round_number} is beyond the {self.num_rounds} rounds for which the noise keeps "
@@ -318,10 +318,10 @@ class Calibration:
             )
 
     def to_json(self, rounds: int | None = None, noun: str = "user") -> dict[str, Any]:
-        """What ``privacy.json`` says of noise and spending after ``rounds`` rounds (all, by default).
+        """The content of ``privacy.json``: noise, and spending after ``rounds`` rounds (by default all).
 
-        What was spent is that of ``epsilon_spent_counts_rounds``, at least as many: see `accounted_rounds`.
-        There is a ``simulated_system`` only where one is simulated. ``noun``: whom the guarantee protects.
+        The spending is that of ``epsilon_spent_counts_rounds`` rounds, at least ``rounds``: see
+        `accounted_rounds`. ``simulated_system`` exists only if one is simulated. ``noun``: who is protected.
         """
         done = self.num_rounds if rounds is None else rounds
         counted = accounted_rounds(done, self.num_rounds)
@@ -351,7 +351,7 @@ class Calibration:
         }
 
     def _system(self, system: System, counted: int) -> dict[str, Any]:
-        """A system's facts, and what it spends after ``counted`` rounds and at the end."""
+        """A system's facts, and its spending after ``counted`` rounds and at the end."""
         share = system.cohort_size / self.simulated.cohort_size
         profile = system.profile(self.num_rounds)
         cyclic = {

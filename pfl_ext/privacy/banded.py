@@ -1,33 +1,34 @@
-"""Noise that partly takes itself back: banded matrix factorisation (DP-FTRL) with a sound sensitivity.
+"""Correlated noise that partly cancels itself: banded matrix factorisation (DP-FTRL), soundly accounted.
 
 Letters: T rounds, b band, P parameters, k participations of one user, z noise multiplier. X ``[T, P]`` holds
 the rounds' sums of clipped updates (each update at most 1 long, in units of the bound), A ``[T, T]`` is the
 lower triangle of ones, Z ``[T, P]`` independent N(0, z^2), C ``[T, T]`` lower triangular with b diagonals.
 
-``C X + Z`` is private, and what is released, ``X + C^-1 Z``, is a function of it: round t gets row t of
-``C^-1 Z``. What a server adds up over the rounds, ``A X``, then carries ``A C^-1 Z``, less than the ``A Z``
-of independent noise.
+``C X + Z`` is private. The release ``X + C^-1 Z`` is a function of it: round t gets row t of ``C^-1 Z``. The
+server's sum over rounds, ``A X``, then has the noise ``A C^-1 Z``, which is smaller than the ``A Z`` of
+independent noise.
 
 **Sensitivity** (`sensitivity`). A user in rounds i of a set S changes ``C X`` by the sum of ``C[:, i] g_i``,
-each g_i at most 1 long. Where rounds in S lie at least b apart, their columns of C share no row, so the
-squared change is at most the sum of ``|C[:, i]|^2`` (Choquette-Choo et al. 2022 and 2023, arXiv 2211.06530
-and 2306.08153). Every *column* here has norm 1, so the change is at most sqrt(k), that of k rounds of
-independent noise with the same z. It holds for updates chosen in view of earlier rounds (Denisov et al.
-2022, arXiv 2202.08312), and so for an adaptive bound too, X being in units of each round's.
+each g_i at most 1 long. If rounds in S are at least b apart, their columns of C share no row, so the squared
+change is at most the sum of ``|C[:, i]|^2`` (Choquette-Choo et al. 2022 and 2023, arXiv 2211.06530 and
+2306.08153). Every *column* here has norm 1, so the change is at most sqrt(k), as for k rounds of independent
+noise with the same z. This also holds for updates that depend on earlier rounds (Denisov et al. 2022, arXiv
+2202.08312), and so for an adaptive bound, since X is in units of each round's bound.
 
-**The factor** (`BandedFactor`). The square root of A is the Toeplitz matrix of 1, 1/2, 3/8, 5/16, ...; C is
-its first b diagonals (Kalinin and Lampert 2024, arXiv 2405.13763), every column brought to norm 1. No
-solver, so the same on every machine and after a resume. The root mean square error of the running sums is 6
-% above that of the best Toeplitz band for T = 150 and b = 8, and 16 % for T = 5,000 (computed by L-BFGS).
+**The factor** (`BandedFactor`). The square root of A is the Toeplitz matrix of 1, 1/2, 3/8, 5/16, ...; C has
+its first b diagonals (Kalinin and Lampert 2024, arXiv 2405.13763), with every column scaled to norm 1. No
+solver is used, so it is the same on every machine and after a resume. The root mean square error of the
+running sums is 6 % above that of the best Toeplitz band for T = 150 and b = 8, and 16 % for T = 5,000
+(computed by L-BFGS).
 
-**Not pfl's** `BandedMatrixFactorizationMechanism`: it optimises a Gram matrix ``C^T C`` and takes for C
-Cholesky's factor of ``C C^T``, so that the rows have norm 1 and not the columns: these come out up to 2.3
-long, and a user of k rounds 1.14 to 1.2 times over the sqrt(k) accounted for (T = 32, 64, 150). It sees to
-no separation, draws from 32-bit seeds, and starts from the beginning at a resume.
+**pfl's** `BandedMatrixFactorizationMechanism` is not used. It optimises a Gram matrix ``C^T C`` but takes for
+C Cholesky's factor of ``C C^T``. So its rows have norm 1 and not its columns, which are up to 2.3 long. The
+sensitivity for a user of k rounds is 1.14 to 1.2 times the sqrt(k) accounted for (T = 32, 64, 150). It does
+not enforce the separation, draws from 32-bit seeds, and starts from the beginning after a resume.
 
-**Not offered: amplification** by sampling within b groups in turn (2306.08153). At the paper's setting its
-running sums come out 5, 11 and 18 % noisier with this factor for b = 2, 4, 8 than plain Poisson sampling
-(computed); the band is for cohorts that cannot be drawn at random and kept secret.
+**Amplification** by sampling within b groups in turn (2306.08153) is not offered. At the paper's setting its
+running sums, with this factor and b = 2, 4, 8, are 5, 11 and 18 % noisier than plain Poisson sampling
+(computed). The band is for cohorts that cannot be drawn at random and kept secret.
 """
 
 from __future__ import annotations
@@ -105,10 +106,11 @@ class BandedFactor:
 def sensitivity(factor: FloatArray, min_separation: int, max_participations: int) -> float:
     """Largest L2 change of ``C X`` by one user, for C ``[T, T]`` with at most ``min_separation`` diagonals.
 
-    Over all sets of at most ``max_participations`` rounds that lie ``min_separation`` or more apart.
+    It is taken over all sets of at most ``max_participations`` rounds that are ``min_separation`` or more
+    apart.
 
     Raises:
-        ValueError: when C is not such a band, so that columns of one user could overlap.
+        ValueError: when C has more diagonals, so that columns of one user could overlap.
     """
     if np.triu(factor, 1).any() or np.tril(factor, -min_separation).any():
         raise ValueError(f"the factor is not lower triangular with {min_separation} diagonals")
@@ -123,11 +125,11 @@ def sensitivity(factor: FloatArray, min_separation: int, max_participations: int
 
 
 class CorrelatedNoise:
-    """Rows of ``C^-1 Z`` for z = 1, one a round; each a function of (seed, round) alone.
+    """Rows of ``C^-1 Z`` for z = 1, one for each round, as functions of (seed, round) alone.
 
-    Row t is ``D_t y_t`` with ``y_t = z_t - sum_k L_k y_(t-k)`` over the last b - 1 rows y, which are kept (4
-    P b bytes) while rounds are asked for in turn. Otherwise, as after a resume, all are computed again from
-    the first round on: P numbers drawn for each.
+    Row t is ``D_t y_t`` with ``y_t = z_t - sum_k L_k y_(t-k)`` over the last b - 1 rows y. These are kept (4
+    P b bytes) while rounds come in order. Otherwise, for example after a resume, all are computed again from
+    the first round on, which draws P numbers for each.
     """
 
     def __init__(self, factor: BandedFactor, threads: int = 1) -> None:

@@ -1,24 +1,26 @@
-"""Differential privacy for pfl: clip each user's update, add noise once to their sum; central privacy here.
+"""Differential privacy for pfl: each user's update is clipped, and noise is added once to their sum.
 
 Letters: P parameters, G layers, C bound of one update's norm, U users of a round, T rounds.
 
-What differs from pfl 0.6, on whose classes this builds, and why:
+This module has central privacy. It builds on pfl 0.6's classes, with these differences:
 
-* **The mean is divided by a constant**, the expected cohort. pfl divides by the cohort that came, which
-  depends on who takes part, so that its sensitivity is not the one accounted for under Poisson sampling.
-* **The noise is drawn from a stream named by (seed, round)**. pfl's is unseeded where the seed is 0 (each
-  worker then adds its own), and torch's CPU generator keeps 32 bits of a seed: over 5,000 rounds two draw
-  the same noise with probability 0.3 %, and equal noise can be subtracted. Here: Philox with 128-bit keys.
+* **The mean is divided by a constant**, the expected cohort. pfl divides by the actual cohort, which depends
+  on who takes part. Under Poisson sampling its sensitivity is then not the one that is accounted for.
+* **The noise is drawn from a stream named by (seed, round)**, with Philox and 128-bit keys. pfl's noise is
+  unseeded if the seed is 0 (each worker then adds its own). torch's CPU generator keeps 32 bits of a seed:
+  within 5,000 rounds two have the same noise with probability 0.3 %, and equal noise can be subtracted.
 * **Clipping is one pass over one vector** and reads nothing back from the device. pfl compares and logs the
   norm on the host for every user, scales tensor by tensor, and lets rounding exceed the bound.
 * **A user whose update is not finite contributes zero and is counted.** In pfl a NaN passes (``nan > C`` is
   false) and destroys the model.
-* **State can be saved**: pfl's adaptive bound starts from its first value at each resume. No round is
+* **State can be saved.** pfl's adaptive bound starts from its first value at each resume. No round is
   released twice.
-* The adaptive indicator is in the total budget, its minimal noise known beforehand (``Calibration``).
+* The adaptive indicator is part of the total budget, and its minimal noise is known beforehand
+  (``Calibration``).
 
-Sums are floating point and the generator is not cryptographic: fit for research on simulated users, not
-for a deployment against an adversary who knows the code (Mironov 2012). The metrics are exact, not private.
+Sums are floating point and the generator is not cryptographic. This is fit for research on simulated users,
+not for a deployment against an adversary who knows the code (Mironov 2012). The metrics are exact, not
+private.
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ METRICS = (
     "signal-to-noise ratio",
     "noisy fraction unclipped",
 )
-"""Descriptions of the metrics of a round: C used in it; exact fraction of users with a layer clipped or
-refused; their mean norm; how many were not finite; how many took part; the noise on each parameter of the
-mean; norm of the clipped mean over the expected norm of its noise; (adaptive only) what moved C."""
+"""Descriptions of a round's metrics: its C; exact fraction of users with a layer clipped or refused; their
+mean norm; how many were not finite; how many took part; the noise on each parameter of the mean; norm of the
+clipped mean over the expected norm of its noise; (adaptive only) the noisy fraction that moved C."""
 
 
 def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
 
 
 class ScalesUpdates(Protocol):
-    """What the engine asks where each user's update is scaled by its norms."""
+    """The interface by which the engine scales each user's update by its norms."""
 
     @property
     def clipping_bound(self) -> float:
@@ -99,15 +101,15 @@ class ScalesUpdates(Protocol):
 
 
 class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
-    """A mean of clipped updates with noise on it: what central and local privacy share in a simulation.
+    """A mean of clipped updates with noise: the common base of simulated central and local privacy.
 
     A user's update must have weight 1 (``WeightByUser``, placed before this among the postprocessors).
 
-    Several workers: users' updates and tallies are summed over workers before ``postprocess_server``,
-    which runs on every worker with the same central seed; each adds the same noise once to the same sum.
+    Several workers: users' updates and tallies are summed over workers before ``postprocess_server``, which
+    runs on every worker with the same central seed. So each adds the same noise once to the same sum.
 
-    Empty shares: pfl skips the server step in a round without users, and its workers fall out of step when
-    only one has none. A dataset must then yield one user *without data points*, who counts for nothing.
+    Empty shares: pfl skips the server step in a round without users, and its workers fall out of step if only
+    some have none. A dataset must then yield one user *without data points*, who is not counted.
     """
 
     local = False
@@ -124,14 +126,14 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         return float(self._bound.value())
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must hold besides the noise seed."""
+        """The state that a checkpoint must hold besides the noise seed."""
         return {"clipping_bound": self.clipping_bound, "rounds_done": float(self.rounds_done)}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from a `state`.
+        """Restore a `state`.
 
         Raises:
-            ValueError: when it is not one.
+            ValueError: when it has not the form of a state.
         """
         if set(state) != {"clipping_bound", "rounds_done"} or not state["clipping_bound"] > 0:
             raise ValueError(f"not the state of a privacy mechanism: {dict(state)}; start a new run")
@@ -140,7 +142,7 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
 
     @abstractmethod
     def refuse_round(self, round_number: int) -> None:
-        """Raise ValueError for a round beyond the last that was promised for."""
+        """Raise ValueError for a round after the last one that the guarantee covers."""
 
     @abstractmethod
     def _noise(self, context: CentralContext, size: int, users: int) -> tuple[Tensor, float]:
@@ -148,10 +150,10 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
 
     @abstractmethod
     def _divisor(self, users: int) -> float:
-        """What the noisy sum is divided by."""
+        """The divisor of the noisy sum."""
 
     def _adapt(self, context: CentralContext, votes: float) -> Metrics:
-        """Nothing: the bound is fixed."""
+        """Do nothing, since the bound is fixed."""
         return Metrics()
 
     def postprocess_one_user(
@@ -172,11 +174,11 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
     def postprocess_server(
         self, *, stats: MappedVectorStatistics, central_context: CentralContext, aggregate_metrics: Metrics
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Add the round's noise to the sum and make the divisor its weight.
+        """Add the round's noise to the sum, and make the divisor its weight.
 
         Raises:
-            ValueError: when the round is beyond the last, was released before, or skips rounds (as after a
-                resume without `load_state`).
+            ValueError: when the round is after the last, was released before, or skips rounds (for example
+                after a resume without `load_state`).
         """
         round_number = central_context.current_central_iteration
         self.refuse_round(round_number)
@@ -220,16 +222,17 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
 class PrivateMean(NoisyMean):
     """The mean of clipped updates under central DP, at a fixed bound.
 
-    The sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg`` and, as its weight, the constant
-    expected cohort, so that pfl's algorithms divide by that: noise on the mean is ``C * z_delta / C_lg``.
-    With a band above 1 the noise of successive rounds is correlated, and somewhat more in each alone.
+    The sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg``. Its weight is the constant
+    expected cohort, by which pfl's algorithms divide, so the noise on the mean is ``C * z_delta / C_lg``.
+    With a band above 1 the noise of successive rounds is correlated, and that of a single round is somewhat
+    larger.
 
     Args:
-        calibration: how much noise; rounds beyond its last are refused.
+        calibration: the amount of noise. Rounds after its last are refused.
         noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
             after a resume. None: the central context's 32-bit seed, reproducible and for research only; not
             with a band above 1, whose noise needs the seeds of earlier rounds.
-        threads: that draw the noise; no effect on it.
+        threads: number of threads that draw the noise, without effect on it.
     """
 
     def __init__(self, calibration: Calibration, *, noise_seed: int | None = None, threads: int = 1) -> None:
@@ -251,7 +254,7 @@ class PrivateMean(NoisyMean):
     def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
         """`postprocess_one_user` for U users at once, from the squared norms ``[U, V]`` of their V variables.
 
-        Factors ``[U, V]`` by which each user's variables are to be multiplied, and the tallies ``[U, 5]``.
+        Returns factors ``[U, V]`` for each user's variables, and the tallies ``[U, 5]``.
         """
         scales, norms, whole, finite = self._gaussian.user_scales(names, squared_norms)
         return scales, tally_of(norms, whole, finite)
@@ -270,10 +273,10 @@ class PrivateMean(NoisyMean):
 class AdaptivePrivateMean(PrivateMean):
     """`PrivateMean` whose bound follows a quantile of the norms (Andrew et al. 2021, arXiv 1905.03871).
 
-    ``C <- C exp(-step (b - quantile))`` with b the noisy fraction of unclipped updates, from votes of plus or
-    minus 1/2: ``b = 1/2 + (votes + N(0, (sigma_b C_sm / C_lg)^2)) / C_sm``, C_sm the expected cohort. An
-    absent user moves b towards 1/2, which keeps its sensitivity at 1/2. A refused update votes "clipped".
-    With per-layer clipping "unclipped" means in no layer.
+    ``C <- C exp(-step (b - quantile))``, where b is the noisy fraction of unclipped updates. Users vote plus
+    or minus 1/2, and ``b = 1/2 + (votes + N(0, (sigma_b C_sm / C_lg)^2)) / C_sm`` with C_sm the expected
+    cohort. An absent user moves b towards 1/2, which keeps the sensitivity at 1/2. A refused update votes
+    "clipped". With per-layer clipping "unclipped" means unclipped in every layer.
     """
 
     def _adapt(self, context: CentralContext, votes: float) -> Metrics:

@@ -1,10 +1,10 @@
-"""Epsilon of repeated Gaussian rounds, for each way of choosing who takes part.
+"""Epsilon of repeated Gaussian rounds, for each sampler of cohorts.
 
 Letters: N population, C users in a round, T rounds, q = C / N, z noise multiplier, k participations of one
-user, b band. The unit of privacy is one user with all of their images. Every epsilon is
-computed by the library dp-accounting.
+user, b band. The unit of privacy is one user with all of their images. The library dp-accounting computes
+every epsilon.
 
-What goes with what, and what is refused because no sound accounting is known to us:
+The samplers, their neighbouring relations and accountants; a combination without sound accounting is refused:
 
 * ``sampler="poisson"``: each user joins a round independently with probability q. Neighbours differ by one
   user added or removed. PLD (tight) or RDP.
@@ -13,13 +13,13 @@ What goes with what, and what is refused because no sound accounting is known to
   pair of `without_replacement`, which this file builds, because dp-accounting has no PLD for this sampler.
   RDP: the library's (Wang et al. 2019, arXiv 1808.00087, Theorem 27), asked about z / 2 because it is
   written for sensitivity one. At the paper's setting PLD needs 35.30, RDP 75.12, Poisson sampling 17.33.
-  What is loose: the pair 35.30 comes from is one that dominates both directions at once; the natural
-  one-sided pair would need 34.67, but no proof is known to us that it may be composed.
-* ``sampler="cyclic"``: users stand in a circle and each round takes the next C. Nothing is random, so
-  nothing is amplified: a user takes part at most k = ceil(T C / N) times, and with one Gaussian round of z
-  each that is one Gaussian mechanism of z / sqrt(k). Neighbours differ by one user whose updates are
-  replaced by nothing (the circle stays). PLD or RDP. The only one for noise with a band, see
-  `pfl_ext.privacy.banded`, which shows that the same k holds there.
+  35.30 is not tight: its pair dominates both directions at once. The natural one-sided pair would need 34.67,
+  but we know no proof that it may be composed.
+* ``sampler="cyclic"``: users are in a circle and each round takes the next C. Nothing is random, so privacy
+  is not amplified. A user takes part at most k = ceil(T C / N) times; k Gaussian rounds of z are one Gaussian
+  mechanism of z / sqrt(k). Neighbours differ by one user whose updates are replaced by nothing (the circle
+  stays the same). PLD or RDP. Only this sampler allows noise with a band; `pfl_ext.privacy.banded` shows that
+  the same k holds there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RELATIONS = {
 
 
 def participations(population: int, cohort_size: int, rounds: int) -> int:
-    """The most often that one user of a circle takes part: its places come N apart among T C places."""
+    """The most times that one user of a circle takes part: its places are N apart among T C places."""
     return -(-rounds * cohort_size // population)
 
 
@@ -66,7 +66,7 @@ def min_separation(population: int, cohort_size: int) -> int:
 
 @dataclass(frozen=True)
 class System:
-    """Private training as an accountant sees it: who could take part, how many do, how much noise."""
+    """Private training as an accountant sees it: population, cohort and noise."""
 
     population: int
     cohort_size: int  # expected, for Poisson sampling
@@ -87,13 +87,13 @@ class System:
         return self.cohort_size / self.population
 
     def epsilon_after(self, rounds: int, accountant: Accountant | None = None) -> float:
-        """What ``rounds`` rounds spend, by this system's accountant or another; infinite when hopeless."""
+        """Epsilon of ``rounds`` rounds, by this system's accountant or another; infinite when hopeless."""
         return epsilon_spent(replace(self, accountant=accountant or self.accountant), rounds)
 
     def epsilon_of_runs(self, runs: int, rounds: int) -> float:
-        """What so many runs of ``rounds`` rounds each spend together, each with a secret of its own.
+        """Epsilon of ``runs`` runs of ``rounds`` rounds together, each run with a secret of its own.
 
-        Every run of a circle starts its own, so a user may take part in each as often as in one.
+        With the cyclic sampler every run has its own circle, so a user takes part in each as often as in one.
         """
         if self.sampler != "cyclic":
             return replace(self, releases=self.releases * runs).epsilon_after(runs * rounds)
@@ -101,7 +101,7 @@ class System:
         return noisier.epsilon_after(rounds)
 
     def participations(self, rounds: int) -> int:
-        """The most often that one user takes part; of a circle fewer than ``rounds``."""
+        """The most times that one user takes part; with a circle, fewer than ``rounds``."""
         if self.sampler != "cyclic":
             return rounds
         return participations(self.population, self.cohort_size, rounds)
@@ -188,7 +188,7 @@ class _WithoutReplacement:
 def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ...] | None) -> Any:
     """The rounds of `epsilon_spent`, whose ``get_epsilon`` and ``get_delta`` are upper bounds.
 
-    None where there is no guarantee to speak of.
+    None if there is no meaningful guarantee.
     """
     noise_multiplier, sampler, times = system.noise_multiplier, system.sampler, rounds
     if sampler == "cyclic":
@@ -223,10 +223,10 @@ def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ..
 def epsilon_spent(
     system: System, rounds: int, coarse: bool = False, orders: tuple[float, ...] | None = None
 ) -> float:
-    """Epsilon of ``rounds`` Gaussian rounds at the system's delta; an upper bound, infinite if hopeless.
+    """An upper bound of epsilon of ``rounds`` Gaussian rounds at the system's delta; infinite if hopeless.
 
-    Remembered. ``coarse``: PLD on a five times wider grid, RDP at few orders; faster, and a little above.
-    ``orders``: RDP's, or the library's.
+    Results are cached. ``coarse`` takes PLD on a five times wider grid, or RDP at few orders: faster, and a
+    little above. ``orders`` are RDP's orders; None: the library's.
     """
     assert rounds >= 0
     if rounds == 0 and not system.releases:
@@ -236,10 +236,10 @@ def epsilon_spent(
 
 
 def deltas_spent(system: System, rounds: int, epsilons: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Delta of the rounds of `epsilon_spent` at each of these epsilons (0 or more); upper bounds, coarse.
+    """Coarse upper bounds of delta for the rounds of `epsilon_spent`, at each of these epsilons (0 or more).
 
     Returns:
-        Of the shape of ``epsilons``; 1 where there is no guarantee to speak of.
+        An array of the shape of ``epsilons``; 1 if there is no meaningful guarantee.
     """
     ledger = _composed(system, rounds, True, None)
     at = np.asarray(epsilons, np.float64)
@@ -251,18 +251,18 @@ def deltas_spent(system: System, rounds: int, epsilons: npt.ArrayLike) -> npt.ND
 
 @dataclass(frozen=True)
 class PrivacyProfile:
-    """What a run guarantees besides the one pair (epsilon, delta)."""
+    """A run's guarantee in addition to the one pair (epsilon, delta)."""
 
     delta_at_epsilon: dict[float, float]
     """An upper bound of delta at each of `EPSILONS`, at least `LEAST_DELTA`."""
     mu: float
-    """The Gaussian mechanism of this sensitivity over noise (mu-GDP: Dong, Roth and Su 2019) has a delta at
-    least as large at every epsilon from 0 to the run's own; infinite without a guarantee."""
+    """Mu: the Gaussian mechanism with this ratio of sensitivity to noise (mu-GDP: Dong, Roth and Su 2019) has
+    at least the run's delta at every epsilon from 0 to the run's own. Infinite without a guarantee."""
 
 
 EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-MU_POINTS = 256  # of the grid of epsilons on which mu is found
-LARGEST_MULTIPLIER = 1e6  # of noise that is searched for
+MU_POINTS = 256  # points of the grid of epsilons on which mu is found
+LARGEST_MULTIPLIER = 1e6  # largest noise multiplier of the search
 LEAST_DELTA = 1e-12  # PLDs are composed by FFT, whose rounding is about 1e-15
 
 

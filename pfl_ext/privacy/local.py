@@ -2,16 +2,16 @@
 
 Letters: P parameters, C bound of one update's norm, U users of a round.
 
-pfl's mechanisms take a user's own bound C for the sensitivity. The definition of local privacy compares any
-two updates that a user might send, which lie up to 2C apart; with pfl's noise an epsilon of 1 is in truth 2
-(Laplace). Here the noise is for 2C. The guarantee is of one participation, and a user takes part in many:
-`LocalPrivacyConfig.epsilon_after` composes them. It needs no trust in the server and no secret cohorts.
+pfl's mechanisms take the bound C as the sensitivity. But local privacy compares any two updates that a user
+might send, which are up to 2C apart; with pfl's noise an epsilon of 1 is really 2 (Laplace). Here the noise
+is for 2C. The guarantee is for one participation. A user takes part in many, which
+`LocalPrivacyConfig.epsilon_after` composes. It needs no trust in the server and no secret cohorts.
 
-`LocalPrivacyConfig.make` is what a device would run. `LocallyPrivateMean` simulates a round of it: noise is
-drawn once, on the sum, from the very distribution of the sum of U users' noises (a normal one, or the
-difference of two gammas of shape U), where pfl approximates Laplace noise by a normal one. pfl's own draws
-are seeded with 32 bits (among a million participations 116 pairs would get the same noise), and a NaN
-passes its clipping.
+`LocalPrivacyConfig.make` is the mechanism of a device. `LocallyPrivateMean` simulates a round of it: noise is
+drawn once, on the sum, from the exact distribution of the sum of U users' noises (a normal one, or the
+difference of two gammas of shape U). pfl approximates Laplace noise by a normal one. Its draws are seeded
+with 32 bits (among a million participations 116 pairs would get the same noise), and a NaN passes its
+clipping.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pfl_ext.privacy.mechanisms import (
 )
 from pfl_ext.randomness import derive, stream
 
-LARGEST_EPSILON = 1e5  # no accounting computes with more, and there is no privacy long before
+LARGEST_EPSILON = 1e5  # accountants cannot compute with more, and there is no privacy at far less
 LEAST_MULTIPLIER = 2e-3  # of noise; dp-accounting finds no epsilon for less Laplace noise, or overflows
 
 
@@ -86,12 +86,12 @@ class FlatLaplaceMechanism(VectorMechanism):
 
 @checked_dataclass(frozen=True, config=STRICT)
 class LocalPrivacyConfig:
-    """What every user's update is protected by before it leaves the device.
+    """The protection of every user's update before it leaves the device.
 
-    Laplace noise needs no delta; participations are composed at `delta` with either noise.
+    Laplace noise needs no delta. Participations are composed at `delta` with either noise.
 
     Raises:
-        ValueError: when a value makes no sense, naming its key.
+        ValueError: when a value makes no sense; the message names its key.
     """
 
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
@@ -99,9 +99,9 @@ class LocalPrivacyConfig:
     clipping_bound: ClippingBound = 1.0
     """Norm to which updates are clipped: L2 for gaussian, L1 for laplace."""
     epsilon: Annotated[float, Field(gt=0, le=LARGEST_EPSILON)] = 8.0
-    """Budget of one participation of a user."""
+    """Epsilon of one participation of a user."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Probability that the budget may be exceeded, of one participation (gaussian) and of all of them."""
+    """Probability that epsilon is exceeded, for one participation (gaussian) and for all together."""
 
     @property
     def noise_multiplier(self) -> float:
@@ -117,9 +117,9 @@ class LocalPrivacyConfig:
         return FlatGaussianMechanism(self.clipping_bound, self.noise_multiplier)
 
     def epsilon_after(self, participations: int, delta: float) -> float:
-        """What a user who took part so often has spent at ``delta``, by dp-accounting's PLD.
+        """Epsilon at ``delta`` of a user who took part ``participations`` times, by dp-accounting's PLD.
 
-        Any two inputs, which the library sees as one added or removed at sensitivity 2C.
+        Any two inputs are neighbours. For the library this is one record added or removed at sensitivity 2C.
         """
         return _composed(self.mechanism, self.noise_multiplier / 2, participations, delta)
 
@@ -136,11 +136,11 @@ def _composed(mechanism: str, multiplier: float, participations: int, delta: flo
 
 
 class LocallyPrivateMean(NoisyMean):
-    """The mean of updates each of which was noised on its device, in distribution; for simulations.
+    """Simulates the mean of updates that are noised on their devices, with the same distribution.
 
     Args:
-        num_rounds: rounds beyond these are refused, as nothing was said of them.
-        noise_seed: as for `PrivateMean`; a secret.
+        num_rounds: later rounds are refused, since the guarantee does not cover them.
+        noise_seed: a secret, as for `PrivateMean`.
     """
 
     local = True
@@ -161,7 +161,7 @@ class LocallyPrivateMean(NoisyMean):
             )
 
     def skip(self, round_number: int) -> dict[str, float]:
-        """Count a round in which nobody reports and nothing is sent; return its part of ``metrics.jsonl``."""
+        """Count a round in which no user reports, and return its entries in ``metrics.jsonl``."""
         self.refuse_round(round_number)
         self.rounds_done += 1
         return {"clipping bound": self.clipping_bound, "users": 0.0}

@@ -31,14 +31,14 @@ FloatArray = npt.NDArray[np.float32]
 
 ROW = 1024  # norms are summed in float32 within rows of so many elements, in float64 across rows
 MARGIN = 2.0**-14
-"""Bounds are undercut by this. Rounding in a row of 1024 is at most 2^-15 of a norm; that of a sum which is
-clipped by norms in float64 (`engine.gradients`) is kept below this; that of the scales is at most 2^-22."""
+"""Relative margin that is kept from a bound. Rounding in a row of 1024 is at most 2^-15 of a norm; that of a
+sum clipped by norms in float64 (`engine.gradients`) is kept below this; that of scales is at most 2^-22."""
 LARGEST = 1e19
 """Norm above which an update is refused: squares would overflow float32, scales underflow."""
 BOUND_RANGE = (1e-9, 1e9)
-"""Least and largest clipping bound. Numbers below 2^-63 count for nothing in a norm, as their squares
-underflow float32; 10^9 of them are 3e-15 long, which adds less than 1e-11 of its length to a vector that is
-as long as such a bound."""
+"""Least and largest clipping bound. Numbers below 2^-63 do not count in a norm, since their squares underflow
+float32. 10^9 of them are 3e-15 long, which adds less than 1e-11 of its length to a vector as long as such a
+bound."""
 ClippingBound = Annotated[float, Field(ge=BOUND_RANGE[0], le=BOUND_RANGE[1])]
 NOISE_CHUNK = 2**20
 
@@ -54,14 +54,14 @@ class Clipped:
 
 
 def layers_of(names: Sequence[str], clipping: Clipping) -> list[int]:
-    """How many successive tensors form each layer: all one for ``flat``, else those of the same module."""
+    """The number of successive tensors in each layer: all in one for ``flat``, else those of one module."""
     if clipping == "flat":
         return [len(names)]
     return [len(list(run)) for _, run in groupby(names, key=lambda name: name.rpartition(".")[0])]
 
 
 def layer_limit(bound: float, layers: int, order: int = 2) -> float:
-    """The norm of each of so many layers that keeps all of them together within ``bound``.
+    """The largest norm of each of ``layers`` layers for which all together are within ``bound``.
 
     Raises:
         ValueError: for a bound outside `BOUND_RANGE`.
@@ -73,12 +73,13 @@ def layer_limit(bound: float, layers: int, order: int = 2) -> float:
 
 @torch.no_grad()
 def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: int = 2) -> Clipped:
-    """New float32 tensors with a joint L2 norm of at most ``bound``, each of G layers' ``bound / sqrt(G)``.
-    Or, with ``order`` 1, a joint L1 norm of at most ``bound`` and each layer's ``bound / G``.
+    """New float32 tensors with a joint L2 norm of at most ``bound``, and each layer's of ``bound / sqrt(G)``.
 
-    The bound holds exactly, measured in float64, whatever the inputs' precision: it is undercut by 2^-14 to
-    leave room for rounding. Below it nothing changes. NaN, infinity and a norm above 1e19
-    make the whole update zero. Nothing is read back from a GPU.
+    With ``order`` 1, the joint L1 norm is at most ``bound``, and that of each layer ``bound / G``.
+
+    The bound holds exactly, measured in float64, for inputs of any precision: a margin of 2^-14 leaves room
+    for rounding. Shorter tensors are not changed. NaN, infinity and a norm above 1e19 make the whole update
+    zero. Nothing is read back from a GPU.
 
     Raises:
         ValueError: for a bound outside `BOUND_RANGE`.
@@ -90,7 +91,7 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
             parts.append(tensor.detach().reshape(-1).float())
             places.append(end)
             end += tensor.numel()
-        parts.append(torch.zeros(-end % ROW, device=device))  # so that a row is of one layer
+        parts.append(torch.zeros(-end % ROW, device=device))  # so that a row has only one layer
         end += -end % ROW
         rows_of_layer.append((end - first) // ROW)
         start += count
@@ -113,7 +114,7 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
 
 
 def in_chunks(size: int, threads: int, draw: Callable[[int, FloatArray], None]) -> Tensor:
-    """``[size]`` float32 on the CPU of which ``draw(chunk number, part)`` fills every `NOISE_CHUNK`."""
+    """``[size]`` float32 on the CPU; ``draw(chunk number, part)`` fills each `NOISE_CHUNK` numbers."""
     out = np.empty(size, np.float32)
     chunks = range(-(-size // NOISE_CHUNK))
 
@@ -128,8 +129,8 @@ def in_chunks(size: int, threads: int, draw: Callable[[int, FloatArray], None]) 
 def gaussian_noise(seed: int, size: int, threads: int = 1) -> Tensor:
     """``[size]`` standard normal float32 on the CPU, a function of ``seed`` alone (any number of bits).
 
-    The same on every worker and whatever the device; threads only share the work (chunks of 2^20 each have
-    their own stream). Measured on one core: 16 ns a value.
+    It is the same on every worker and for every device. Threads only share the work: each chunk of 2^20
+    numbers has its own stream. Measured on one core: 16 ns a value.
     """
 
     def draw(chunk: int, out: FloatArray) -> None:
@@ -141,12 +142,12 @@ def gaussian_noise(seed: int, size: int, threads: int = 1) -> Tensor:
 class VectorMechanism(CentrallyApplicablePrivacyMechanism, ABC):
     """Clipping and noise on a whole update as one vector, in the two steps of pfl's mechanisms.
 
-    A device uses both as they are; `pfl_ext.privacy.central.NoisyMean` clips with it, and draws the noise on
+    A device uses both steps. `pfl_ext.privacy.central.NoisyMean` uses the clipping, and draws the noise on
     the sum by itself.
 
     Args:
-        clipping_bound: C, of the norm of order `order`.
-        clipping: what the bound limits.
+        clipping_bound: C, a bound of the norm of order `order`.
+        clipping: whether the bound limits the whole update or each layer.
     """
 
     order: ClassVar[int]
@@ -260,9 +261,9 @@ class FlatGaussianMechanism(VectorMechanism):
     def user_scales(
         self, names: Sequence[str], squared_norms: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `clip` does, for U users at once and from the squared norms ``[U, V]`` of their V variables.
+        """`clip` for U users at once, from the squared norms ``[U, V]`` of their V variables.
 
-        Factors ``[U, V]``, 0 where a user is refused; norms ``[U]``; and whether each was whole and finite.
+        Returns factors ``[U, V]``, 0 for a refused user; norms ``[U]``; whether each was whole; and finite.
         """
         counts = layers_of(names, self._clipping)
         layers = torch.stack([part.sum(1) for part in torch.split(squared_norms, counts, 1)], 1)  # [U, G]

@@ -1,15 +1,15 @@
 """The mean and the mean square of each channel of all users' features, exact or released privately.
 
-Tramèr and Boneh (arXiv 2011.11660) standardise their features so. They read the clipping bounds off the
-training images, without privacy; here bounds are given.
+Tramèr and Boneh (arXiv 2011.11660) standardise their features in this way. They take the clipping bounds from
+the training images, without privacy; here the config gives the bounds.
 
 **Sensitivity.** A user's vector ``[C]`` is the mean over its images of a moment of each channel. It is
-clipped to an L2 norm of at most the bound, and the vectors of all users are added up. Without one user the
-sum changes by one such vector, so by the bound at most. Gaussian noise of ``multiplier`` times the bound is
-added to it: a Gaussian mechanism of that noise multiplier, one for each of the two moments, in which every
-user takes part. The sum is divided by the number of users, which counts as known. The accountant composes
-both with the rounds (`pfl_ext.privacy.epsilon.System.releases`), where neighbours differ by one user added or
-removed.
+clipped to an L2 norm of at most the bound, and the vectors of all users are added up. Removing one user
+changes the sum by one such vector, so by at most the bound. Gaussian noise of ``multiplier`` times the bound
+is added: for each of the two moments this is a Gaussian mechanism with that noise multiplier, in which every
+user takes part. The sum is divided by the number of users, which is assumed to be public. The accountant
+composes both with the rounds (`pfl_ext.privacy.epsilon.System.releases`), where neighbours differ by one user
+added or removed.
 
 Shape letters: U users, n images of some users, C channels, P pixels of a channel.
 """
@@ -30,7 +30,7 @@ from pfl_ext.randomness import derive
 
 IntArray = npt.NDArray[np.int64]
 Read = Callable[[IntArray], npt.NDArray[np.float32]]
-"""Features ``[n, C P]`` of rows."""
+"""Reads the features ``[n, C P]`` of some rows."""
 
 IMAGES = 512  # that are read at a time
 MOMENTS = ("mean", "mean square")
@@ -58,7 +58,7 @@ class Release:
     bounds: tuple[float, float]
     """Bounds on the norms of a user's vector of means and of its vector of mean squares."""
     noise_seed: int
-    """A secret."""
+    """A secret seed of the noise."""
 
 
 def channel_moments(
@@ -67,10 +67,10 @@ def channel_moments(
     """The mean ``[C]`` over users of each channel's mean, and of its mean square, float32.
 
     Args:
-        read: the features.
-        users: whose they are; each user counts alike, one without images as zero.
+        read: reads the features.
+        users: the owners of the features. All users have the same weight; one without images counts as zero.
         channels: C.
-        release: None: exact, and not private.
+        release: how the moments are made private; None: exact moments, without privacy.
     """
     totals = np.zeros((2, channels))
     for vectors in _vectors(read, users, channels):

@@ -1,8 +1,8 @@
-"""Who takes part in a private round. Letters: N population, C (expected) cohort size.
+"""Samplers of private cohorts. Letters: N population, C (expected) cohort size.
 
-Each sampler is a pure function of (seed, round) and the one that its accounting in `pfl_ext.privacy.epsilon`
-is for; each returns user numbers ``[C]``, every user at most once. `private_cohort` is the only way to them:
-`pfl_ext.data.federated_dataset` draws every cohort of these three kinds by it, private or not.
+Each sampler is a pure function of (seed, round), and `pfl_ext.privacy.epsilon` accounts for exactly this
+sampler. Each returns user numbers ``[C]``, every user at most once. They are only called by `private_cohort`,
+by which `pfl_ext.data.federated_dataset` draws every cohort of these three kinds, private or not.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def _fixed(seed: int, round_number: int, population: int, size: int) -> IntArray
 
 
 def _cyclic(seed: int, round_number: int, population: int, size: int) -> IntArray:
-    """The next C users of a circle in which all N stand in an order of ``seed``, everyone alike often.
+    """The next C users of a circle of all N users, in an order drawn from ``seed``.
 
-    Between two participations of one user lie at least ``N // C`` rounds, and in T rounds it has at most
-    ``ceil(T C / N)``: its places on the line that the circle unrolls to are N apart.
+    Two participations of one user are at least ``N // C`` rounds apart, and in T rounds it has at most
+    ``ceil(T C / N)``: on the unrolled circle its places are N apart.
     """
     places = (round_number * size + np.arange(size)) % population
     return np.sort(stream(seed, "circle of users").permutation(population)[places]).astype(np.int64)

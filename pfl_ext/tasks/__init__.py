@@ -1,1 +1,1 @@
-"""What is learnt: losses and scores."""
+"""Tasks: losses and scores of a network's outputs."""

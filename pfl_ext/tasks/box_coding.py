@@ -1,4 +1,4 @@
-"""Boxes as detectors with anchors have them: how much they overlap, and offsets between two of them.
+"""Boxes for detectors with anchors: their overlaps, and offsets from one box to another.
 
 Shape letters: B images of a batch, M true boxes of an image, A anchors or proposals of an image.
 """
@@ -17,16 +17,16 @@ LARGEST = math.log(1000 / 16)
 Weights = tuple[float, float, float, float]
 PLAIN: Weights = (1.0, 1.0, 1.0, 1.0)
 USUAL: Weights = (10.0, 10.0, 5.0, 5.0)
-"""What offsets are multiplied by: one over their usual deviations (Girshick 2015, arXiv 1504.08083)."""
+"""Factors of offsets: one over their usual deviations (Girshick 2015, arXiv 1504.08083)."""
 
 
 def objects(targets: Tensor) -> Tensor:
-    """Which rows of true boxes ``[..., M, 6]`` are objects that a detector is to find, ``[..., M]``."""
+    """``[..., M]``: which rows of true boxes ``[..., M, 6]`` are objects that a detector should find."""
     return (targets[..., CLASS] != NO_BOX) & (targets[..., FLAGS].long() & CROWD == 0)
 
 
 def overlaps(first: Tensor, second: Tensor) -> Tensor:
-    """IoU of each pair of boxes ``[B, M, 4]`` and ``[B, A, 4]``: ``[B, M, A]``; 0 of boxes without area."""
+    """IoU ``[B, M, A]`` of each pair of boxes ``[B, M, 4]`` and ``[B, A, 4]``; 0 for boxes without area."""
     low = torch.maximum(first[:, :, None, :2], second[:, None, :, :2])
     high = torch.minimum(first[:, :, None, 2:], second[:, None, :, 2:])
     inner = (high - low).clamp(min=0)
@@ -41,10 +41,10 @@ def _areas(boxes: Tensor) -> Tensor:
 
 
 def encoded(boxes: Tensor, anchors: Tensor, weights: Weights) -> Tensor:
-    """Offsets ``[..., 4]`` that lead from anchors to boxes, ``[..., 4]`` each.
+    """Offsets ``[..., 4]`` from anchors to boxes, ``[..., 4]`` each.
 
-    Of the centre along x and y in sides of the anchor, and logarithms of the ratios of width and height
-    (Girshick et al. 2014, arXiv 1311.2524, appendix C), times the weights.
+    They are the centre's offsets along x and y in sides of the anchor, and the logarithms of the ratios of
+    widths and heights (Girshick et al. 2014, arXiv 1311.2524, appendix C), times the weights.
     """
     middle, sides = _centred(boxes)
     of_anchor, width = _centred(anchors)

@@ -1,7 +1,7 @@
 """A class and a box for each object: object detection.
 
-Boxes travel as an array with as many rows for each image as the image with the most has, so that they are a
-tensor like any other target.
+Boxes are one array in which every image has as many rows as the image with most boxes. So they are a tensor
+like any other target.
 
 Shape letters: B images of a batch, N images of an evaluation set, M rows for the boxes of an image, A places
 of an image at which a box may be predicted, C classes, S the side of the network's input, D rows for an
@@ -26,28 +26,28 @@ from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX,
 from pfl_ext.tasks.task import IntArray, Task
 
 NO_LIMIT = 1e8
-"""Pixels, for a place that is responsible for boxes of any size."""
+"""Greatest distance, in pixels, of a place that is responsible for boxes of any size."""
 RADIUS = 1.5
-"""A box belongs to places at most so many strides from its centre, along each axis."""
+"""A box belongs to places at most this many strides from its centre, along each axis."""
 LEAST_SCORE, CANDIDATES, OVERLAP, MOST = 0.05, 1000, 0.6, 100
 """For detections: the least score; how many are compared with one another; the IoU above which the one with
-the lower score goes; how many are kept, as COCO has it."""
+the lower score is dropped; how many are kept, as in COCO."""
 EPSILON = 1e-7
-"""Square pixels, which keep a quotient of areas a number."""
+"""Square pixels that are added to an area, so that a quotient of areas is finite."""
 
 
 class Detection(Task):
     """FCOS: focal loss of the classes, GIoU loss of the boxes, cross-entropy of the centre-ness.
 
-    Tasks of other detectors are its subclasses: another loss, and another way from outputs to detections.
+    Tasks of other detectors are subclasses with another loss, and another way from outputs to detections.
 
-    Tian et al. 2019 (arXiv 1904.01355); matching and losses are those of torchvision's FCOS for one image,
-    so each image's losses are divided by its own number of places with a box, where torchvision divides a
-    batch's by the batch's: an image's loss then depends on that image alone. The loss of a batch is the mean
-    over its images.
+    Tian et al. 2019 (arXiv 1904.01355). Matching and losses are those of torchvision's FCOS for one image:
+    each image's losses are divided by its own number of places with a box, while torchvision divides the
+    batch's losses by the batch's number. So an image's loss depends on that image alone. The loss of a batch
+    is the mean over its images.
 
     Targets are float32 ``[B, M, 6]``: left, top, right and bottom in pixels of the image, class, flags. A row
-    with the class -1 is no box. A crowd's box has no loss; it counts in evaluation as COCO has it.
+    with the class -1 is no box. A crowd's box has no loss; in evaluation it counts as in COCO.
 
     Outputs are those of `pfl_ext.models.detection.FCOS`.
 
@@ -62,14 +62,14 @@ class Detection(Task):
     def __init__(self, num_classes: int) -> None:
         if num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}: a detector has at least 1")
-        scorers()  # whether they are there is to be known before training, not after it
+        scorers()  # refuses before training if they are not installed
         self.num_classes = num_classes
 
     def collate(self, annotations: npt.NDArray[np.float32]) -> Tensor:
-        """Boxes ``[B, M, 6]`` as they are.
+        """Boxes ``[B, M, 6]``, unchanged.
 
         Raises:
-            ValueError: for a class that is none of C.
+            ValueError: for a class that is not one of the C classes.
         """
         highest = int(annotations[..., CLASS].max(initial=NO_BOX))
         if highest >= self.num_classes:
@@ -84,7 +84,7 @@ class Detection(Task):
     ) -> tuple[Tensor, Tensor]:
         """Images ``[B, 3, S, S]``, and boxes after the same crops and flips, in pixels of these.
 
-        Of a box its visible part is left; one without any is none.
+        Only a box's visible part is kept. A box without a visible part is removed.
         """
         pixels, (height, width) = self.pixels(images, crops, framing), images.shape[1:3]
         size = framing.input_size
@@ -98,7 +98,7 @@ class Detection(Task):
         return pixels, torch.cat([moved, classes[..., None], targets[..., FLAGS:]], 2)
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[B]``, of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; no device is waited for."""
+        """Losses ``[B]`` of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; waits for no device."""
         logits, centred, distances, places = _parts(outputs.float(), self.num_classes)
         boxes, has_box, classes = _matched(places, targets)
         labels = F.one_hot(classes.long(), self.num_classes).to(logits.dtype) * has_box[..., None]
@@ -111,9 +111,9 @@ class Detection(Task):
         return losses
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses, and each image's detections and, after them, its true boxes, ``[B, D + M, 6]`` float32.
+        """The losses; and each image's detections followed by its true boxes, ``[B, D + M, 6]`` float32.
 
-        The boxes are kept as they are compared, in pixels of the network's input.
+        All boxes are in pixels of the network's input, in which they are compared.
         """
         each = self.found(outputs)
         kept = torch.stack(each) if each else outputs.new_empty((0, MOST, COLUMNS))
@@ -121,24 +121,24 @@ class Detection(Task):
         return self.image_losses(outputs, targets).double(), torch.cat([kept, targets], 1)
 
     def found(self, outputs: Tensor) -> list[Tensor]:
-        """The detections of each image as `listed` gives them, best first."""
+        """The detections of each image in the form of `listed`, best first."""
         logits, centred, distances, places = _parts(outputs, self.num_classes)
         scores = (logits.sigmoid() * centred.sigmoid()[..., None]).sqrt()
         x, y, stride = places[..., :3].unbind(-1)
-        side = torch.stack([x, y], -1).amax(1) + stride.amin(1)[:, None] / 2  # the image's, as places fill it
+        side = torch.stack([x, y], -1).amax(1) + stride.amin(1)[:, None] / 2  # the image's side
         boxes = _boxes(distances, places).clamp(min=0).minimum(side.round().repeat(1, 2)[:, None])
         return [_best(*image) for image in zip(boxes, scores)]
 
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
     ) -> Detections:
-        """Detections and true boxes, gathered."""
+        """The detections and true boxes of all batches."""
         none = np.empty((0, MOST + annotations[0].shape[1], COLUMNS), np.float32)
         both = np.concatenate([none, *(part.cpu().numpy() for part in predictions)])
         return Detections(num_rows, self.num_classes, [(rows, both[:, :MOST], both[:, MOST:])])
 
     def summarise(self, statistics: Detections) -> dict[str, float]:
-        """Percent: ``mAP``, the mean over the thresholds of overlap from .5 to .95, and ``mAP50``, at .5."""
+        """In percent: ``mAP``, the mean over thresholds of overlap from .5 to .95, and ``mAP50``, at .5."""
         return {"mAP": 100 * statistics.overall_value, "mAP50": 100 * statistics.at_half}
 
     def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
@@ -170,8 +170,9 @@ def _distances(places: Tensor, boxes: Tensor) -> Tensor:
 def _matched(places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The box for which each place is responsible, ``[B, A, 4]``; whether there is one; and its class.
 
-    It is the smallest of those in which the place lies, near whose centre it is, and whose farthest side is
-    within its bounds. A place without one has a box around it and the class 0: its losses are numbers.
+    It is the smallest box that contains the place, has its centre near it, and has its farthest side within
+    the place's bounds. A place without such a box gets a box around it and the class 0, so its losses are
+    finite.
     """
     boxes = targets[..., :CLASS]
     counts = (targets[..., CLASS] != NO_BOX) & (targets[..., FLAGS].long() & CROWD == 0)
@@ -195,7 +196,7 @@ def _matched(places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _area(sides: Tensor) -> Tensor:
-    """The area for sides ``[..., 2]``; the gradient of torch's product over an axis waits for a GPU."""
+    """The area for sides ``[..., 2]``; the gradient of torch's product over an axis would wait for a GPU."""
     return sides[..., 0] * sides[..., 1]
 
 
@@ -207,7 +208,7 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 def _giou_losses(found: Tensor, boxes: Tensor) -> Tensor:
     """One minus the generalised IoU (Rezatofighi et al. 2019, arXiv 1902.09630) of pairs, ``[..., 4]`` each.
 
-    torchvision's selects the pairs that overlap by a mask, for which a GPU must wait.
+    torchvision's version selects overlapping pairs by a mask, for which the CPU must wait.
     """
     inner = torch.minimum(found, boxes)[..., 2:] - torch.maximum(found, boxes)[..., :2]
     outer = torch.maximum(found, boxes)[..., 2:] - torch.minimum(found, boxes)[..., :2]
@@ -228,7 +229,7 @@ def _best(boxes: Tensor, scores: Tensor) -> Tensor:
 
 
 def listed(boxes: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
-    """The first `MOST` of an image's detections as rows ``[D, 6]``: corners, class, score; others are no box.
+    """The first `MOST` of an image's detections as rows ``[D, 6]``: corners, class, score; filled up to D.
 
     Args:
         boxes: ``[n, 4]`` corners in pixels of the network's input, best first.

@@ -1,4 +1,4 @@
-"""Object detection in two stages by Faster R-CNN: which places hold an object, then which one, and its box.
+"""Object detection in two stages by Faster R-CNN: places with an object, then its class and box.
 
 Shape letters: B images of a batch, M rows for the boxes of an image, A anchors of an image, P proposals of an
 image, N anchors or proposals, C classes.
@@ -18,22 +18,22 @@ from pfl_ext.tasks.detection import Detection, listed
 from pfl_ext.tasks.detection_scores import CLASS
 
 PROPOSALS = 300
-"""Proposals of an image, at most (Ren et al., section 4.1)."""
+"""Most proposals of an image (Ren et al., section 4.1)."""
 ANCHORS_SAMPLED, ANCHORS_SHARE = 256, 0.5
-"""Anchors of an image in a loss, and the share of those with an object at most (section 3.1.3)."""
+"""Number of an image's anchors in a loss, and the largest share of anchors with an object (section 3.1.3)."""
 PROPOSALS_SAMPLED, PROPOSALS_SHARE = 128, 0.25
-"""The same of proposals: those that Girshick 2015 (arXiv 1504.08083, section 2.3) takes of two images are
-128, and torchvision's are 512 of larger images."""
+"""The same for proposals. Girshick 2015 (arXiv 1504.08083, section 2.3) has 128 of two images; torchvision
+has 512 of one larger image."""
 IS_OBJECT, IS_BACKGROUND = 0.7, 0.3
-"""IoU of an anchor with a true box from which it is to find it, and below which it is to find none."""
+"""IoU of an anchor with a true box from which on it belongs to the box; IoU below which it is background."""
 IN_SECOND = 0.5
-"""IoU of a proposal with a true box from which it is to find it; below, it is to find none."""
+"""IoU of a proposal with a true box from which on it belongs to the box; below, it is background."""
 BETA = 1 / 9
-"""Where a smooth L1 loss goes over from square to line, as torchvision has it."""
+"""Where a smooth L1 loss changes from square to linear, as in torchvision."""
 LEAST_SCORE, OVERLAP, LEAST_SIDE = 0.05, 0.5, 0.01
-"""For detections: least score, IoU above which the one with the lower score goes, least side in pixels."""
+"""For detections: least score, IoU above which the lower score is dropped, and least side in pixels."""
 NOT_THERE = -1.0
-"""The draw of a row that only fills up."""
+"""The draw of a filler row."""
 IGNORED = -1
 FIRST = 10
 """Numbers of an anchor: a logit, four offsets, four corners, a draw."""
@@ -62,7 +62,7 @@ def joined(parts: Parts) -> Tensor:
 
 
 def split(outputs: Tensor, num_classes: int) -> Parts:
-    """`joined` undone."""
+    """The inverse of `joined`."""
     width = 5 * (num_classes + 1) + 5
     of_anchors = outputs.shape[1] - 1 - PROPOSALS * width
     side, first, second = torch.split(outputs, [1, of_anchors, PROPOSALS * width], 1)
@@ -89,13 +89,13 @@ class FasterRCNNDetection(Detection):
     """Faster R-CNN: losses of anchors' objectness and boxes, and of proposals' classes and boxes.
 
     Ren et al. 2015 (arXiv 1506.01497), equation 1 and section 3.1.3, and Girshick 2015 (arXiv 1504.08083),
-    section 2.3. Matching, sampling and losses are those of torchvision's Faster R-CNN for one image, so that
-    an image's losses are divided by its own number of sampled anchors or proposals, where torchvision divides
-    a batch's by the batch's.
+    section 2.3. Matching, sampling and losses are those of torchvision's Faster R-CNN for one image: an
+    image's losses are divided by its own number of sampled anchors or proposals, while torchvision divides
+    the batch's losses by the batch's number.
 
-    Which anchors and proposals are sampled is decided by draws among the outputs, the lowest first; nothing
-    is drawn here. Evaluation has draws too, which are the same for each image, so that its loss is a function
-    of the image and the model.
+    The outputs contain draws, and anchors and proposals with the lowest draws are sampled; nothing is drawn
+    here. In evaluation the draws are the same for each image, so that its loss is a function of image and
+    model.
 
     Outputs are those of `pfl_ext.models.faster_rcnn.FasterRCNN`.
     """
@@ -143,7 +143,7 @@ def _second_losses(parts: Parts, targets: Tensor) -> Tensor:
 def anchor_labels(anchors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """1 for an anchor ``[B, N, 4]`` of an object, 0 for the background, -1 between; and the box of each.
 
-    An anchor is an object's if they overlap by `IS_OBJECT`, and also if no anchor overlaps it more.
+    An anchor belongs to an object if they overlap by `IS_OBJECT`, or if no anchor overlaps the object more.
     """
     quality, counts = _quality(anchors, targets)
     best, number = quality.max(1)
@@ -161,7 +161,7 @@ def proposal_labels(proposals: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _quality(boxes: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """IoU of true boxes with others ``[B, M, N]``, -1 of rows without object; and which rows have one."""
+    """IoU of true boxes with others ``[B, M, N]``, -1 for rows without object; and which rows have one."""
     counts = objects(targets)
     return torch.where(counts[..., None], overlaps(targets[..., :CLASS], boxes), -1.0), counts
 
@@ -171,16 +171,16 @@ def _chosen(targets: Tensor, number: Tensor) -> Tensor:
 
 
 def sampled(labels: Tensor, draws: Tensor, count: int, share: float) -> tuple[Tensor, Tensor]:
-    """A sample of each image's objects and background: those that are objects, and all, ``[B, N]`` bool.
+    """A sample of each image's objects and background: the sampled objects, and all; ``[B, N]`` bool.
 
-    Of the objects as many as there are, at most ``share * count``; the background fills up to ``count``.
-    Those with the lowest draws are taken, so that a sample of a sample is the same.
+    It has at most ``share * count`` objects, and background up to ``count``. Those with the lowest draws are
+    taken, so that a sample of a sample is the same.
 
     Args:
-        labels: ``[B, N]``: above 0 for objects, 0 for background, below for what is never taken.
-        draws: ``[B, N]`` in 0..1; of equal ones the first counts as lower.
-        count: of a sample.
-        share: of objects in it, at most.
+        labels: ``[B, N]``: above 0 for objects, 0 for background, below 0 for rows that are never sampled.
+        draws: ``[B, N]`` in 0..1; the first of equal ones counts as lower.
+        count: size of a sample.
+        share: largest share of objects in it.
     """
     is_object = _lowest(draws, labels > 0, torch.full_like(labels[:, 0], int(share * count)))
     rest = count - is_object.sum(1)

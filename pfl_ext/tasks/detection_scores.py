@@ -1,7 +1,7 @@
-"""Average precision of detections as COCO has it, exact over batches and workers.
+"""COCO's average precision of detections, exact over batches and workers.
 
-Detections and true boxes of all images are kept and gathered, as a mean of precisions would be no precision.
-The precision itself is pycocotools'.
+Detections and true boxes of all images are kept and gathered, since a mean of precisions is no precision.
+pycocotools computes the precision.
 
 Shape letters: N images of an evaluation set, n of them that are here, D rows for an image's detections, M
 rows for its true boxes, C classes, T thresholds of overlap.
@@ -25,19 +25,19 @@ from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import FloatArray, IntArray, mean_of_known
 
 CLASS, FLAGS, SCORE = 4, 5, 5
-"""After left, top, right and bottom: a box's class, and of true boxes the flags, of detections the score."""
+"""Columns after left, top, right and bottom: the class; then a true box's flags or a detection's score."""
 COLUMNS = 6
 NO_BOX = -1
-"""Class of a row that is no box."""
+"""The class of a row without a box."""
 CROWD = 1
 """The bit of a box's flags that says that it surrounds a group of objects."""
 HALF = 0
-"""Which of COCO's thresholds of overlap, .5, .55, ..., .95, is .5."""
+"""Index of .5 among COCO's thresholds of overlap, .5, .55, ..., .95."""
 PRECISIONS = 101
 """Levels of recall at which COCO reads the precision."""
 
 COCO = ("pycocotools.coco", "pycocotools.cocoeval")
-"""Modules that are imported when they are used, as commands without detection can spare them."""
+"""Modules that are imported only when used, since commands without detection do not need them."""
 
 Array = npt.NDArray[np.float32]
 
@@ -54,13 +54,14 @@ def scorers() -> list[ModuleType]:
 class Detections(MetricValue):
     """Detections and true boxes of some images of one evaluation set; ``+`` is a union.
 
-    Every image must be scored once. On whichever workers two copies of one lay, reading them is an error.
+    Every image must be scored once. If two workers scored an image, or one did twice, reading raises an
+    error.
 
     Args:
         num_images: N.
         num_classes: C.
-        parts: of each, the images' positions ``[n]``, detections ``[n, D, 6]`` and true boxes ``[n, M, 6]``,
-            in the columns that `CLASS` says. A score that is no number says that an image's outputs are none.
+        parts: for each the images' positions ``[n]``, detections ``[n, D, 6]`` and true boxes ``[n, M, 6]``,
+            with the columns of `CLASS`. A NaN score means that an image's outputs were not finite.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Detections(MetricValue):
 
     @cached_property
     def images(self) -> tuple[IntArray, Array, Array]:
-        """The only part, in the order of the images."""
+        """All parts as one, in the order of the images."""
         rows, found, truth = (np.concatenate(each) for each in zip(*self._parts))
         order = np.argsort(rows, kind="stable")
         assert len(np.unique(rows)) == len(rows), "an image was scored twice"
@@ -86,16 +87,16 @@ class Detections(MetricValue):
 
     @property
     def has_objects(self) -> bool:
-        """Whether there is a box that a detector is to find: one that is no crowd's."""
+        """Whether there is a box that a detector should find, which a crowd's is not."""
         _, _, truth = self.images
         return bool(((truth[..., CLASS] != NO_BOX) & (truth[..., FLAGS].astype(np.int64) & CROWD == 0)).any())
 
     @cached_property
     def precisions(self) -> FloatArray:
-        """AP at each threshold and of each class, ``[T, C]`` in [0, 1]; NaN for a class without objects.
+        """AP at each threshold for each class, ``[T, C]`` in [0, 1]; NaN for a class without objects.
 
         Raises:
-            ValueError: when the network's outputs were not numbers.
+            ValueError: when the network's outputs were not finite.
         """
         _, found, truth = self.images
         if unknown := int(np.isnan(found[..., SCORE]).any(1).sum()):
@@ -116,7 +117,7 @@ class Detections(MetricValue):
 
     @property
     def at_half(self) -> float:
-        """mAP50 in [0, 1]: the same at the threshold .5."""
+        """mAP50 in [0, 1]: `overall_value` at the threshold .5."""
         return mean_of_known(self.precisions[HALF])
 
     def __add__(self, other: Detections) -> Detections:
@@ -130,7 +131,7 @@ class Detections(MetricValue):
         return bool(np.array_equal(mine, others, equal_nan=True))
 
     def to_vector(self) -> Array:
-        """``[N (1 + 6 D + 6 M)]``: a row for each image, which begins with how often it was scored."""
+        """``[N (1 + 6 D + 6 M)]``: a row for each image; its first number counts how often it was scored."""
         rows, found, truth = self.images
         counted = np.ones((len(rows), 1), np.float32)
         flat = [part.reshape(len(rows), part.shape[1] * COLUMNS) for part in (found, truth)]
@@ -139,7 +140,7 @@ class Detections(MetricValue):
         return vector.ravel()
 
     def from_vector(self, vector: npt.NDArray[np.float32]) -> Detections:
-        """The detections from a sum of such vectors, of workers who scored different images."""
+        """The detections from a sum of such vectors over workers who scored different images."""
         _, found, truth = self.images
         table = vector.reshape(self.num_images, -1).astype(np.float32)
         rows = np.flatnonzero(table[:, 0])
@@ -168,7 +169,7 @@ def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
         out.createIndex()
         return out
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
         evaluation = scoring.COCOeval(dataset(truth, True), dataset(found, False), "bbox")
         settings = evaluation.params
         settings.areaRng, settings.areaRngLbl = [[0, float("inf")]], ["all"]
@@ -182,7 +183,7 @@ def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
 
 
 def _annotations(boxes: Array, is_truth: bool) -> list[dict[str, Any]]:
-    """The boxes for pycocotools, which takes number 0 for no annotation, and boxes as left, top and sides."""
+    """The boxes for pycocotools. There id 0 means no annotation, and a box is left, top, width and height."""
     out: list[dict[str, Any]] = []
     for image, row in np.argwhere(boxes[..., CLASS] != NO_BOX).tolist():
         left, top, right, bottom, category, last = boxes[image, row].astype(np.float64).tolist()

@@ -15,27 +15,27 @@ from pfl_ext.tasks.detection import Detection, listed
 from pfl_ext.tasks.detection_scores import CLASS
 
 MATCH = 0.5
-"""Least IoU of a true box and a default box that is to find it; a true box's best one is in any case."""
+"""Least IoU of a default box with its true box. A true box's best default box always belongs to it."""
 NEGATIVES = 3
-"""Default boxes of the background in the loss for each of an object: those with the highest losses."""
+"""Background boxes, those with the highest losses, that enter the loss for each default box of an object."""
 LEAST_SCORE, CANDIDATES, OVERLAP = 0.001, 300, 0.55
 """For detections, torchvision's values for SSDLite: the least score, how many of a class are compared, and
-the IoU above which the one with the lower score goes."""
+the IoU above which the one with the lower score is dropped."""
 
 
 class SSDDetection(Detection):
     """SSD: cross-entropy of the classes with the background, smooth L1 loss of the boxes.
 
-    Liu et al. 2016 (arXiv 1512.02325), section 2.2; matching, hard negatives and losses are those of
-    torchvision's SSD for one image, so that an image's losses are divided by its own number of default boxes
-    with an object, where torchvision divides a batch's by the batch's. An image without objects has the loss
-    0 and no gradient. Nothing is drawn.
+    Liu et al. 2016 (arXiv 1512.02325), section 2.2. Matching, hard negatives and losses are those of
+    torchvision's SSD for one image: an image's losses are divided by its own number of default boxes with an
+    object, while torchvision divides the batch's losses by the batch's number. An image without objects has
+    the loss 0 and no gradient. Nothing is drawn.
 
     Outputs are those of `pfl_ext.models.ssdlite.SSDLite`.
     """
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[B]``, of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; no device is waited for."""
+        """Losses ``[B]`` of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; waits for no device."""
         logits, offsets, anchors, _ = self._parts(outputs.float())
         boxes, has_box, classes = matched(anchors, targets)
         wanted = encoded(torch.where(has_box[..., None], boxes, anchors), anchors, USUAL)
@@ -63,15 +63,15 @@ class SSDDetection(Detection):
 
 
 def matched(anchors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The box that each default box is to find, ``[B, A, 4]``; whether there is one; and its class.
+    """The true box to which each default box belongs, ``[B, A, 4]``; whether there is one; and its class.
 
-    It is the one that it overlaps most, by at least `MATCH`. The default box that overlaps a true box more
-    than all others is that one's, and the last one's where it is so of several.
+    It is the true box that it overlaps most, by at least `MATCH`. But each true box gets the default box that
+    overlaps it most; if this is the same one for several, it belongs to the last of them.
     """
     counts = objects(targets)
     quality = torch.where(counts[..., None], overlaps(targets[..., :CLASS], anchors), -1.0)
     best, number = quality.max(1)
-    own = quality.argmax(2)  # of each true box
+    own = quality.argmax(2)  # best default box of each true box
     rows = torch.arange(targets.shape[1], device=targets.device)
     is_own = own[..., None] == torch.arange(anchors.shape[1], device=anchors.device)
     is_own &= counts[..., None]

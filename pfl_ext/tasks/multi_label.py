@@ -22,7 +22,7 @@ from pfl_ext.tasks.task import FloatArray, IntArray, Task, WeightedTask
 class MultiLabel(Task):
     """Binary cross-entropy of labels that are present (1) or not (0), the mean over images and labels.
 
-    The score is average precision, exact and of 200 thresholds (`pfl_ext.tasks.multi_label_scores`).
+    The score is average precision, exact and with 200 thresholds (`pfl_ext.tasks.multi_label_scores`).
     """
 
     headline = ("C-AP", "O-AP")
@@ -70,10 +70,10 @@ class MultiLabel(Task):
 class WeightedMultiLabel(WeightedTask, MultiLabel):
     """Binary cross-entropy with a weight for each image and label, self-normalised label by label.
 
-    ``(1/K) sum_c [sum_b w_bc l_bc / sum_b w_bc]``: equation 4 of FedIR (Hsu, Qi, Brown 2020) for each label
-    as a task of its own. This is our form, the paper has single labels only. The targets' sign says whether a
-    label is present and their size is ``w_bc > 0``; so plain targets are +1 and -1, and give the plain
-    multi-label loss. It is scored as `MultiLabel`, from annotations of 0 and 1.
+    ``(1/K) sum_c [sum_b w_bc l_bc / sum_b w_bc]`` is equation 4 of FedIR (Hsu, Qi, Brown 2020) with each
+    label as a task of its own. This form is ours; the paper has only single labels. A target's sign says
+    whether the label is present, and its size is the weight ``w_bc > 0``. So plain targets are +1 and -1,
+    with the plain multi-label loss. It is scored as `MultiLabel`, from annotations of 0 and 1.
     """
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class WeightedMultiLabel(WeightedTask, MultiLabel):
         return np.concatenate([label_shares, 1 - label_shares])
 
     def event(self, number: int, num_labels: int) -> tuple[str, int]:
-        """An image has or lacks a label."""
+        """The event that an image has or lacks a label."""
         return ("has", number) if number < num_labels else ("lacks", number - num_labels)
 
     def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:

@@ -41,12 +41,12 @@ COLUMNS = ("C-AP", "C-P", "C-R", "C-F1", "O-AP", "O-P", "O-R", "O-F1")
 
 EXACT = {"C-AP": "C-AP exact", "O-AP": "O-AP exact"}
 BINNED = {"C-AP": "C-AP-binned200", "O-AP": "O-AP-binned200"}
-"""Two kinds of AP. In what people read, a column of `COLUMNS` is the published one, of 200 thresholds. Among
-the keys of `summarise`, ``C-AP`` is the exact one and ``C-AP-binned200`` the published one."""
+"""Two kinds of AP. In tables for people, a column of `COLUMNS` is the published AP with 200 thresholds. Among
+the keys of `summarise`, ``C-AP`` is the exact AP and ``C-AP-binned200`` the published one."""
 
 
 def _ranked(scores: Array, targets: BoolArray, *, overall: bool) -> Ranking:
-    """Sorted on the GPU if pfl computes on one."""
+    """Rank the scores, on the GPU if pfl computes on one."""
     device = get_default_device()
     if device.type == "cuda":
         return rank_on(device, scores, targets, overall=overall)
@@ -70,11 +70,11 @@ def average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> FloatArr
 
 
 def binned_average_precision(ranking: Ranking) -> tuple[float, float]:
-    """The AP published for FLAIR, of the mean over classes and of all (image, class) pairs as one task.
+    """The AP published for FLAIR: its mean over classes, and that of all (image, class) pairs as one task.
 
-    AP = sum_i (R_i - R_{i+1}) P_i over `pfl_ext.tasks.ranking.binned_thresholds`, 0/0 := 0 (so do
-    ml-flair and pfl-research, after Keras' AUC). It understates AP where scores crowd between two thresholds,
-    as rare labels' do near 0; it serves comparison with the paper, `average_precision` is the headline.
+    AP = sum_i (R_i - R_{i+1}) P_i over `pfl_ext.tasks.ranking.binned_thresholds`, with 0/0 := 0 (as ml-flair
+    and pfl-research do, after Keras' AUC). It understates AP where many scores are between two thresholds, as
+    those of rare labels near 0. It is for comparison with the paper; `average_precision` is the headline.
     """
     tp, predicted, positives = ranking.tp[:-1], ranking.predicted[:-1], ranking.positives
     overall = left_step_ap(tp.sum(1), predicted.sum(1), positives.sum())
@@ -113,7 +113,7 @@ def summarise(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]
 
 
 def shown(name: str) -> str:
-    """What people read for a score of `summarise`: ``C-AP exact`` for ``C-AP``, which is exact there."""
+    """The name of a score of `summarise` for people: ``C-AP exact`` for ``C-AP``, which is exact there."""
     return {**EXACT, **{key: column for column, key in BINNED.items()}}.get(name, name)
 
 
@@ -124,7 +124,7 @@ def for_people(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def f1(precision: Any, recall: Any) -> float:
-    """Harmonic mean of precision and recall, in whatever unit they come; 0 if both are 0."""
+    """Harmonic mean of precision and recall, in their unit; 0 if both are 0."""
     return float(ratio(2 * precision * recall, precision + recall))
 
 
@@ -159,9 +159,9 @@ class _Rows(NamedTuple):
 class MultiLabelScores(MetricValue):
     """The exact statistic: the scored rows of one evaluation set of N images.
 
-    ``+`` is a union. It copies no rows; they are put together once, when first read.
-    Every row must be scored once: a row scored twice is an error at reading, on whichever workers the two
-    copies lay. Rows not scored by anybody are absent from `scores` and `targets`.
+    ``+`` is a union. It copies no rows; they are combined once, when first read. Every row must be scored
+    once: if a row was scored twice, on one worker or two, reading raises an error. Rows that were not scored
+    are absent from `scores` and `targets`.
     """
 
     def __init__(self, num_rows: int, num_labels: int, parts: Sequence[_Rows]):
@@ -261,7 +261,7 @@ class MultiLabelScores(MetricValue):
         return MultiLabelScores(self.num_rows, self.num_labels, [_Rows(rows, *_decode(body))])
 
     def _read(self) -> _Rows:
-        """The rows of all parts as one, ascending; the parts are let go."""
+        """The rows of all parts as one, ascending; the parts are released."""
         if len(self._parts) > 1 or (np.diff(self._parts[0].rows) <= 0).any():
             counts = np.bincount(np.concatenate([p.rows for p in self._parts]), minlength=self.num_rows)
             _check_disjoint(counts)

@@ -47,7 +47,7 @@ def binned_thresholds() -> FloatArray:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What sorting every class yields. Counts are at score > threshold: T binned ones, then `DECISION`."""
+    """The results of sorting every class. Counts are at score > threshold: T binned ones, then `DECISION`."""
 
     ap: FloatArray  # [K], exact; 0 without positives
     overall_ap: float  # exact, of all N x K pairs as one task; 0 unless asked for
@@ -160,7 +160,7 @@ def _mean_precisions(ascending: Tensor, positives: Tensor, counts: Tensor) -> Te
 
 
 def left_step_ap(tp: IntArray, predicted: IntArray, positives: Array) -> FloatArray:
-    """AP over ascending thresholds (first axis): each fall in recall at the precision left of it."""
+    """AP over ascending thresholds (first axis): each fall in recall times the precision left of it."""
     recall, precision = ratio(tp, positives), ratio(tp, predicted)
     return np.asarray(np.sum(-np.diff(recall, axis=0) * precision[:-1], axis=0))
 
@@ -205,7 +205,7 @@ def check_probabilities(scores: Array) -> None:
 
 
 def diverged(unknown: int, size: int) -> ValueError:
-    """What to raise when ``unknown`` of ``size`` scores are NaN."""
+    """The error for ``unknown`` of ``size`` scores that are NaN."""
     return ValueError(
         f"{unknown:,} of {size:,} scores are NaN: the model has diverged, try a lower learning rate or "
         "gradient clipping"

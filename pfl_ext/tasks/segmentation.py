@@ -22,18 +22,18 @@ from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import FloatArray, IntArray, Task, mean_of_known
 
 VOID = 255
-"""The number of a mask's pixels that belong to no class: they have no loss and no score."""
+"""The class number of pixels that belong to no class; they have no loss and no score."""
 DIGIT, DIGITS = 12, 5
-"""Bits of a digit of a count, and digits of a count, where counts travel as float32: see `Confusion`."""
+"""Bits of a digit of a count, and number of digits, when counts are sent as float32: see `Confusion`."""
 
 
 class Segmentation(Task):
     """Softmax cross-entropy of each pixel, and one confusion matrix over all images.
 
-    The loss of an image is the mean over its pixels that have a class; an image without any has the loss 0
-    and no gradient, and still its share of the batch, which no mask decides. What a padded crop meets outside
-    an image is void. Evaluation compares at the size of the network's input: the whole image is brought to
-    it, and the mask to the class at each pixel's centre.
+    The loss of an image is the mean over its pixels that have a class. An image without such pixels has the
+    loss 0 and no gradient, but keeps its share of the batch, which does not depend on masks. Pixels of a
+    padded crop outside an image are void. Evaluation compares at the size of the network's input: the whole
+    image is resized to it, and the mask has the class at each pixel's centre.
 
     Args:
         num_classes: C, at most 255.
@@ -50,14 +50,14 @@ class Segmentation(Task):
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
 
     def smoothed(self, label_smoothing: float) -> Segmentation:
-        """The task with this share of each pixel's class."""
+        """The task with this share of each pixel's class spread over all classes."""
         return Segmentation(self.num_classes, label_smoothing)
 
     def collate(self, annotations: npt.NDArray[np.uint8]) -> Tensor:
-        """Masks ``[B, H, W]`` uint8 as they are.
+        """Masks ``[B, H, W]`` uint8, unchanged.
 
         Raises:
-            ValueError: for a class that is none of C.
+            ValueError: for a class that is not one of the C classes.
         """
         wrong = (annotations >= self.num_classes) & (annotations != VOID)
         if wrong.any():
@@ -80,11 +80,11 @@ class Segmentation(Task):
         return pixels, masks_cropped(targets, crops, size, outside=VOID, padding=framing.padding)
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[B]``, of logits ``[B, C, S, S]`` and masks ``[B, S, S]``."""
+        """Losses ``[B]`` from logits ``[B, C, S, S]`` and masks ``[B, S, S]``."""
         return _image_losses(outputs, targets, self.label_smoothing)
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses, and each image's counts ``[B, C, C + 1]`` int64 as `Confusion` has them."""
+        """The losses, and each image's counts ``[B, C, C + 1]`` int64 as in `Confusion`."""
         width = self.num_classes + 1
         known = targets != VOID
         guesses = torch.where(outputs.isnan().any(1), self.num_classes, outputs.argmax(1))
@@ -126,16 +126,16 @@ def _image_losses(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> T
 
 
 class Confusion(MetricValue):
-    """Pixels by their class and the class that was predicted, of all images together.
+    """Number of pixels by true and predicted class, over all images together.
 
-    The scores are those of one matrix, and not means over images or users. Intersection over union (IoU) of
-    class c: pixels of c predicted as c, over pixels that are c or are predicted as c (Everingham et al. 2015,
-    the PASCAL VOC challenge, section 4.3).
+    The scores are those of one matrix, not means over images or users. The intersection over union (IoU) of
+    class c is the number of pixels of c predicted as c, over the number of pixels that are c or are predicted
+    as c (Everingham et al. 2015, the PASCAL VOC challenge, section 4.3).
 
-    ``counts`` ``[C, C + 1]`` int64: row is the true class, column the predicted one, the last column pixels
-    whose outputs are not numbers. They are added up as whole numbers. pfl's sum between workers is of
-    float32, which is exact below 2**24: each count goes as `DIGITS` numbers below 2**12, so that the sums of
-    up to 4,096 workers are exact.
+    ``counts`` is ``[C, C + 1]`` int64. A row is a true class and a column a predicted one; the last column
+    has pixels whose outputs are not finite. Counts are added up as whole numbers. pfl's sum over workers is
+    float32, which is exact below 2**24. So each count is sent as `DIGITS` numbers below 2**12, which makes
+    the sums of up to 4,096 workers exact.
     """
 
     def __init__(self, counts: IntArray) -> None:
@@ -145,7 +145,7 @@ class Confusion(MetricValue):
 
     @property
     def _pixels(self) -> IntArray:
-        """``[C, C]``; ValueError if an output was not a number."""
+        """The counts ``[C, C]``; raises ValueError if an output was not finite."""
         if unknown := int(self.counts[:, -1].sum()):
             raise diverged(unknown, int(self.counts.sum()))
         return self.counts[:, :-1]
@@ -159,7 +159,7 @@ class Confusion(MetricValue):
 
     @property
     def recall(self) -> FloatArray:
-        """Share of each class's pixels that are predicted rightly, ``[C]``; NaN for a class without any."""
+        """Share of each class's pixels that are predicted correctly, ``[C]``; NaN for a class without any."""
         pixels = self._pixels
         total = pixels.sum(1)
         return np.where(total > 0, pixels.diagonal() / np.maximum(total, 1), np.nan)
@@ -177,7 +177,7 @@ class Confusion(MetricValue):
 
     @property
     def accuracy(self) -> float:
-        """Share of all pixels that are predicted rightly."""
+        """Share of all pixels that are predicted correctly."""
         return float(self._pixels.trace() / max(self._pixels.sum(), 1))
 
     def __add__(self, other: Confusion) -> Confusion:

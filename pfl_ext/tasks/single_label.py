@@ -31,7 +31,7 @@ class SingleLabel(WeightedTask):
     score is accuracy.
 
     Args:
-        label_smoothing: see `smoothed`; a weight stays the image's, whose loss it multiplies.
+        label_smoothing: see `smoothed`. A weight still multiplies its image's whole loss.
     """
 
     headline = ("accuracy",)
@@ -42,11 +42,11 @@ class SingleLabel(WeightedTask):
         self.label_smoothing = label_smoothing
 
     def smoothed(self, label_smoothing: float) -> SingleLabel:
-        """The task with this share."""
+        """The task with this share of each label spread over all classes."""
         return SingleLabel(label_smoothing)
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets as they are; the shares are the weights over their sum."""
+        """The targets, unchanged; the shares are the weights over their sum."""
         weights = targets.float().amax(1)
         return targets, weights / weights.sum()
 
@@ -72,7 +72,7 @@ class SingleLabel(WeightedTask):
         return {"accuracy": 100 * accuracy, "C-accuracy": 100 * float(found.mean()) if len(found) else 0.0}
 
     def check_target(self, label_shares: FloatArray) -> None:
-        """Also refuse shares that do not sum to 1, since the classes exclude each other."""
+        """Refuse also shares that do not sum to 1, since the classes exclude each other."""
         super().check_target(label_shares)
         if abs(label_shares.sum() - 1) > 1e-6:
             raise ValueError(
@@ -89,7 +89,7 @@ def _cross_entropies(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -
 
 
 class ClassCounts(MetricValue):
-    """Images of each class, how many of them were predicted rightly, and how many had no prediction."""
+    """Images and correct predictions of each class, and the number of images without a prediction."""
 
     def __init__(self, right: IntArray, images: IntArray, unknown: int = 0) -> None:
         """``right`` and ``images`` ``[K]``; use `from_batch`."""
@@ -148,7 +148,7 @@ class ClassCounts(MetricValue):
         return np.concatenate([self.right, self.images, [self.unknown]]).astype(np.float32)
 
     def from_vector(self, vector: npt.NDArray[np.float32]) -> ClassCounts:
-        """The counts back, exact below 2**24 images."""
+        """The counts from a sum of such vectors, exact below 2**24 images."""
         assert vector.max(initial=0) < FLOAT32_EXACT, "2**24 images or more: float32 sums are no longer exact"
         counts = vector.astype(np.int64)
         k = len(self.images)

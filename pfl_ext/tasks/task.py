@@ -1,9 +1,9 @@
-"""What is learnt: how annotations become a loss and a score. Each task is one file in this package.
+"""The interface of a task: how annotations become a loss and a score. Each task is one file in this package.
 
-A task turns the annotations of a batch into targets. `Task.settled` then gives targets and shares such that
-the loss of the batch is ``sum_b shares_b image_losses_b``. What couples the images of a batch, as a
-self-normalised importance weight does, is computed there, from the targets alone. After that each image
-stands for itself, so that images of many users can go through a network together (`pfl_ext.engine`).
+A task turns the annotations of a batch into targets. `Task.settled` then returns targets and shares for which
+the loss of the batch is ``sum_b shares_b image_losses_b``. Anything that couples the images of a batch, such
+as self-normalised importance weights, is computed there, from the targets alone. After that images are
+independent, so images of many users can go through a network together (`pfl_ext.engine`).
 
 Shape letters: B images of a batch, n images that are scored, N images of an evaluation set, H x W their
 stored size, S the side of the network's input, K labels.
@@ -26,7 +26,7 @@ from pfl_ext.data.transforms import Framing, cropped, resize
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Outputs = Literal["image", "pixels", "boxes"]
-"""What a network has outputs for: a whole image, each pixel of it, or many places where a box may lie."""
+"""Kinds of a network's outputs: for a whole image, for each pixel, or for many places where a box may be."""
 
 
 class Task(ABC):
@@ -41,9 +41,9 @@ class Task(ABC):
     exclusive: ClassVar[bool] = False
     """Whether each image has exactly one label."""
     outputs: ClassVar[Outputs] = "image"
-    """What a network must have outputs for."""
+    """The kind of outputs that a network must have."""
     shares_of_images: ClassVar[tuple[str, ...]] = ()
-    """The columns of `summarise` that are the share of images, in percent, that were right."""
+    """The columns of `summarise` that are the share, in percent, of images with a correct prediction."""
     scored_together: ClassVar[int] = 256
     """Most images of an evaluation's batch; fewer where the outputs of an image take much memory."""
 
@@ -57,7 +57,7 @@ class Task(ABC):
         Args:
             images: uint8 ``[B, H, W, 3]``.
             crops: ``[B, 6]`` as `pfl_ext.data.transforms.draw_crops` draws them, or None for the whole image.
-            framing: S, and what crops may be.
+            framing: S, and the kind of crops.
         """
         if crops is None:
             return resize(images, framing.input_size)
@@ -68,15 +68,15 @@ class Task(ABC):
     ) -> tuple[Tensor, Tensor]:
         """`pixels`, and the targets that belong to them; in training the targets are settled already.
 
-        Here targets have no place in the image and stay as they are. A task whose targets have one applies
-        the same crops and flips to them, with `pfl_ext.data.joint_crops`.
+        Here targets have no positions in the image and do not change. A task whose targets have positions
+        applies the same crops and flips to them, with `pfl_ext.data.joint_crops`.
         """
         return self.pixels(images, crops, framing), targets
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets as `image_losses` wants them, and each image's share of the batch's loss, ``[B]``.
+        """Targets in the form of `image_losses`, and each image's share of the batch's loss, ``[B]``.
 
-        Each value must depend on the batch's targets as annotations only, and not on where a crop moves them.
+        Each value must depend only on the batch's annotations, and not on where a crop moves them.
         """
         n = len(targets)
         return targets, torch.full((n,), 1 / n if n else 0.0, device=targets.device)
@@ -92,14 +92,14 @@ class Task(ABC):
 
     @abstractmethod
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What evaluation keeps of a batch, on the device.
+        """The part of a batch's results that evaluation keeps, on the device.
 
         Args:
-            outputs: of the network.
-            targets: as `collate` gives them.
+            outputs: the network's outputs.
+            targets: targets from `collate`.
 
         Returns:
-            Each image's loss, ``[B]`` float64, and what `statistics` needs of the outputs, ``[B, ...]``.
+            Each image's loss, ``[B]`` float64, and the predictions that `statistics` needs, ``[B, ...]``.
         """
 
     @abstractmethod
@@ -111,9 +111,9 @@ class Task(ABC):
         Args:
             num_rows: N.
             rows: ``[n]``, the position of each image in the evaluation set.
-            predictions: of `scored`, for consecutive batches of these images; empty if there are no images.
-            annotations: those of the same batches, as a store holds them; at least one array, of no images
-                if there are none.
+            predictions: from `scored`, for consecutive batches of these images; empty if there are no images.
+            annotations: the annotations of the same batches, as a store holds them; at least one array, which
+                may be of no images.
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Task(ABC):
         """The columns by name, from statistics that were added up.
 
         Raises:
-            ValueError: when the outputs were not numbers.
+            ValueError: when the outputs were not finite.
         """
 
     def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
@@ -130,18 +130,18 @@ class Task(ABC):
         return self.summarise(self.statistics(len(rows), rows, [predictions], [annotations]))
 
     def shown(self, column: str) -> str:
-        """What people read for a column of `summarise`."""
+        """The name of a column of `summarise` for people."""
         return column
 
     def smoothed(self, label_smoothing: float) -> Task:
         """This task with a share of each label spread over all classes in training; `scored` is without it.
 
-        With share a and K classes, the loss is the cross-entropy to the distribution that has ``a / K`` at
-        each class, and ``1 - a`` more at the label (Szegedy et al. 2016, arXiv 1512.00567, section 7;
+        With share a and K classes, the loss is the cross-entropy to the distribution with ``a / K`` at each
+        class and ``1 - a`` more at the label (Szegedy et al. 2016, arXiv 1512.00567, section 7;
         ``label_smoothing`` of torch).
 
         Raises:
-            ValueError: when the task has no such form.
+            ValueError: when the task does not support this.
         """
         raise ValueError(
             f"{type(self).__name__} has no classes that exclude each other, over which a label could be "
@@ -149,18 +149,18 @@ class Task(ABC):
         )
 
     def reweighted(self) -> WeightedTask:
-        """This task with targets that carry importance weights.
+        """This task with targets that contain importance weights.
 
         Raises:
-            ValueError: when the task has no such form.
+            ValueError: when the task does not support this.
         """
         raise ValueError(f"{type(self).__name__} has no form with importance weights: set reweight to none")
 
 
 class WeightedTask(Task):
-    """A task whose targets carry importance weights, for annotations ``[K]``: 1 where an image has the label.
+    """A task whose targets contain importance weights, for annotations ``[K]``: 1 if an image has the label.
 
-    An image's labels consist of events, each of which has a probability and so a weight.
+    An image's labels consist of events. Each event has a probability, and so a weight.
     """
 
     def reweighted(self) -> WeightedTask:
@@ -172,24 +172,24 @@ class WeightedTask(Task):
         return label_shares
 
     def event(self, number: int, num_labels: int) -> tuple[str, int]:
-        """An event as a verb and a label: an image has label 3."""
+        """An event as a verb and a label number, such as "has" and 3."""
         return "has", number
 
     def check_target(self, label_shares: FloatArray) -> None:
-        """Refuse what cannot be the share of images with each label.
+        """Refuse numbers that cannot be the share of images with each label.
 
         Raises:
-            ValueError: in one line.
+            ValueError: one line with the reason.
         """
         if label_shares.ndim != 1 or not ((label_shares >= 0) & (label_shares <= 1)).all():
             raise ValueError("FedIR's target distribution must be one share in 0..1 for each label")
 
     @abstractmethod
     def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
-        """Targets ``[n, K]`` that carry the weights of the events that happened in each image."""
+        """Targets ``[n, K]`` with the weights of the events that happened in each image."""
 
 
 def mean_of_known(values: FloatArray) -> float:
-    """The mean of those that are numbers; 0 without any."""
+    """The mean of the values that are not NaN; 0 without any."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else 0.0

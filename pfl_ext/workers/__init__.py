@@ -1,1 +1,1 @@
-"""Horovod and torch.distributed behind pfl's DistributedContext."""
+"""Several workers: Horovod and torch.distributed behind pfl's DistributedContext."""

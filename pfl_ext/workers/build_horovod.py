@@ -2,18 +2,18 @@
 
     make horovod            (or: python -m pfl_ext.workers.build_horovod)
 
-The published source does not build with a torch of today. What is repaired, in the order of `REPAIRS`, and
-nothing else:
+The published source does not build with a current torch. Only the following is repaired, in the order of
+`REPAIRS`:
 
 1. C++ standard. Horovod asks for C++14 in two places; torch's headers need C++17 since 2.1 and C++20 since
    2.10. Upstream's change (horovod pull request 3998) was never released.
 2. CUDA. Horovod's `FindPytorch.cmake` builds CUDA kernels whenever torch has CUDA and an nvcc is found, and
-   stops where that is not a whole toolkit. It is given what this script found instead (`cuda_home`). Without
-   a toolkit Horovod is built for CPU with Gloo, and `pfl_ext.workers.distributed` takes sums over the CPU.
+   fails if that is not a complete toolkit. It gets the toolkit that this script found instead (`cuda_home`).
+   Without one Horovod is built for CPU with Gloo, and `pfl_ext.workers.distributed` computes sums on the CPU.
 3. ``distutils``, which Python 3.12 no longer has: two uses, replaced by ``sysconfig`` and ``shutil``.
 
-Needs a C++ compiler and make; cmake comes by pip where there is none. Takes 3 to 6 minutes of two cores. Ends
-with an all-reduce over two processes under ``horovodrun``, which is the proof that it works here.
+It needs a C++ compiler and make; cmake is installed by pip if it is missing. It takes 3 to 6 minutes on two
+cores. At the end an all-reduce over two processes under ``horovodrun`` proves that it works here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(
     """Run a command to its end.
 
     Raises:
-        ValueError: naming what was being done, the last lines of its output and where all of it is.
+        ValueError: with what was being done, the last lines of the output, and the path of all output.
     """
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if log is not None:
@@ -91,10 +91,10 @@ def pip(*words: str) -> list[str]:
 
 
 def cuda_home(nvcc: str | None, torch_cuda: str | None) -> Path | None:
-    """The toolkit's folder if it is whole and of torch's CUDA release, else None: then build for CPU.
+    """The toolkit's folder if it is complete and of torch's CUDA release; else None, to build for CPU.
 
-    Whole means what Horovod needs: nvcc, the runtime's header and library, and a header of NCCL, the
-    system's or that of torch's own nvidia-nccl package. ``nvcc`` may be a script around it.
+    It is complete if it has what Horovod needs: nvcc, the runtime's header and library, and a header of NCCL,
+    from the system or from torch's nvidia-nccl package. ``nvcc`` may be a script that calls it.
     """
     if nvcc is None or torch_cuda is None:
         return None
@@ -119,11 +119,11 @@ def nccl_home() -> Path | None:
 
 
 def nccl_to_link(package: Path, folder: Path) -> Path:
-    """torch's NCCL as a linker looks for it: the package has ``libnccl.so.2`` and no ``libnccl.so``.
+    """Provide torch's NCCL for a linker, since the package has ``libnccl.so.2`` but no ``libnccl.so``.
 
     Args:
-        package: of `nccl_home`.
-        folder: gets links to the header and the library; Horovod's library names it, so it stays.
+        package: the result of `nccl_home`.
+        folder: gets links to the header and the library. Horovod's library refers to it, so it must stay.
     """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "lib").mkdir(parents=True)
@@ -134,7 +134,7 @@ def nccl_to_link(package: Path, folder: Path) -> Path:
 
 
 def build_environment(cuda: Path | None) -> dict[str, str]:
-    """What tells Horovod's setup.py what to build."""
+    """The environment variables that control the build of Horovod's setup.py."""
     out = {
         **os.environ,
         "HOROVOD_WITH_PYTORCH": "1",
@@ -158,10 +158,10 @@ def build_environment(cuda: Path | None) -> dict[str, str]:
 
 
 def check_tools() -> None:
-    """Compiler and make must be there; cmake is fetched if it is not.
+    """Check that there are a compiler and make; install cmake if it is missing.
 
     Raises:
-        ValueError: naming what is missing and the command that brings it.
+        ValueError: with the missing tool and the command that installs it.
     """
     for names, package in ((("c++", "g++", "clang++"), "g++"), (("make", "gmake"), "make")):
         if not any(map(shutil.which, names)):
@@ -174,10 +174,10 @@ def check_tools() -> None:
 
 
 def fetch(folder: Path) -> Path:
-    """The published source, checked and unpacked.
+    """Download, check and unpack the published source.
 
     Raises:
-        ValueError: when PyPI cannot be reached or what came is not what was published.
+        ValueError: when PyPI cannot be reached, or the checksum differs from the published one.
     """
     words = ("download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", f"horovod=={VERSION}")
     run(pip(*words, "--dest", str(folder)), "downloading Horovod's source from PyPI")
@@ -203,7 +203,7 @@ def repair(source: Path, cuda: Path | None) -> None:
 
 
 def prove() -> None:
-    """An all-reduce over two processes under horovodrun."""
+    """Run an all-reduce over two processes under horovodrun."""
     horovodrun = Path(sys.executable).parent / "horovodrun"
     command = [str(horovodrun), "--gloo", "-np", "2", sys.executable, "-c", PROOF]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

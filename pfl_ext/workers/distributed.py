@@ -1,7 +1,7 @@
 """Workers: processes that share a cohort's users, over Horovod or torch.distributed.
 
-Both stand behind pfl 0.6's ``DistributedContext``, so that pfl, the engine and the evaluation reduce through
-``pfl.internal.ops.pytorch_ops.distributed`` whatever the launcher. pfl itself knows torchrun only, picks NCCL
+Both implement pfl 0.6's ``DistributedContext``, so that pfl, the engine and the evaluation reduce through
+``pfl.internal.ops.pytorch_ops.distributed`` with any launcher. pfl itself knows only torchrun, uses NCCL
 wherever there is CUDA, and under ``horovodrun`` puts every worker on GPU 0.
 
     with connected("auto", timeout=120) as device:    # before CUDA wakes up
@@ -9,8 +9,9 @@ wherever there is CUDA, and under ``horovodrun`` puts every worker on GPU 0.
         ...                                           # train this worker's users
         all_reduce([flat_sum])                        # through pfl's context; compares the words above first
 
-Every reduction is one collective over one flat vector, after a small one in which workers compare where they
-are (`Workers.all_reduce`); a worker that is lost ends the job on all of them (`pfl_ext.workers.watchdog`).
+Every reduction is one collective over one flat vector. Before it, in a small collective, workers check that
+they are at the same place (`Workers.all_reduce`). If a worker is lost, the job ends on all workers
+(`pfl_ext.workers.watchdog`).
 
 Shape letters: W workers, P values reduced.
 """
@@ -38,18 +39,18 @@ from pfl_ext.workers.transport import Transport, open_transport
 from pfl_ext.workers.watchdog import Watchdog
 
 HEADER = 1024
-"""Bytes of a worker's word before a reduction."""
+"""Bytes of the words that each worker sends before a reduction."""
 COMPRESSIBLE = 1024
-"""Tensors of fewer values, as counts and norms' parameters, are never rounded to bf16."""
+"""Tensors with fewer values, such as counts and norms' parameters, are never rounded to bf16."""
 START_S = 300.0
-"""Workers may start so far apart, in seconds."""
+"""Most seconds between the starts of two workers."""
 
 
 class Workers(DistributedContext):
-    """pfl's view of the workers; see `connected`, which makes the one of a process.
+    """pfl's view of the workers. `connected` creates the one of a process.
 
     Args:
-        compress: sums of the model's tensors travel as bf16: half the bytes, 2^-8 relative error each way.
+        compress: whether the model's tensors are sent as bf16: half the bytes, 2^-8 relative error each way.
     """
 
     def __init__(self, launch: Launch, transport: Transport, watchdog: Watchdog, *, compress: bool) -> None:
@@ -71,24 +72,24 @@ class Workers(DistributedContext):
 
     @property
     def world_size(self) -> int:
-        """W."""
+        """W, the number of workers."""
         return self._launch.world_size
 
     @property
     def local_size(self) -> int:
-        """Workers on this machine."""
+        """Number of workers on this machine."""
         return self._launch.local_size
 
     def begin_work(self, **words: Any) -> None:
-        """Say what this worker is about to do, to be compared before reductions; start its clock."""
+        """Set the words that workers compare before reductions, and start this worker's clock."""
         self._words, self._since = words, time.perf_counter()
 
     def all_reduce(self, tensors: list[Tensor], average: bool = False) -> list[Tensor]:
         """Sum (or mean) over workers, in place, as one flat vector: float64 if any tensor is, else float32.
 
         Raises:
-            ValueError: on every worker alike, when they are not at the same place: another round, cohort,
-                config or size; the message has the worker and the value that differ.
+            ValueError: on every worker, when they are not at the same place (round, cohort, config or size).
+                The message names the worker and the value that differ.
         """
         wide = any(t.dtype == torch.float64 for t in tensors)
         flat = torch.cat(
@@ -101,7 +102,7 @@ class Workers(DistributedContext):
         return tensors
 
     def sum_model(self, exact: list[Tensor], model: list[Tensor]) -> None:
-        """Sum over workers, in place, in one reduction; ``model`` apart, as bf16, if that is asked for."""
+        """Sum over workers, in place, in one reduction; with ``compress``, ``model`` separately as bf16."""
         if not self.compress:
             self.all_reduce([*exact, *model])
             return
@@ -134,7 +135,7 @@ class Workers(DistributedContext):
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Around what needs all workers."""
+        """A context for operations that need all workers."""
         try:
             with self._watchdog.waiting():
                 yield
@@ -143,7 +144,7 @@ class Workers(DistributedContext):
             raise
 
     def _agree(self, flat: Tensor) -> None:
-        """Compare this worker's words with the others', and learn how long each worked."""
+        """Compare this worker's words with the others', and collect how long each worked."""
         self._reductions += 1
         words = {**self._words, "reduction": self._reductions, "size": f"{flat.numel()} {flat.dtype}"}
         text = json.dumps([time.perf_counter() - self._since, words]).encode()
@@ -181,9 +182,9 @@ def is_main() -> bool:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Within, this process has no other workers: pfl and the backend reduce what is its own alone.
+    """In this context the process has no other workers: pfl and the backend reduce only its own values.
 
-    Nothing here waits for others, who may work apart for a longer time, or not at all.
+    Nothing here waits for other workers, who may be in such a context longer, or not at all.
     """
     joined, pytorch_ops.distributed = pytorch_ops.distributed, NotDistributedContext()
     try:
@@ -193,20 +194,20 @@ def apart() -> Iterator[None]:
 
 
 def begin_work(**words: Any) -> None:
-    """`Workers.begin_work`; nothing without other workers."""
+    """Call `Workers.begin_work`; does nothing without other workers."""
     workers = current()
     if workers is not None:
         workers.begin_work(**words)
 
 
 def worker_seconds() -> list[float]:
-    """What each worker spent between its last `begin_work` and its next reduction; empty without others."""
+    """Seconds of each worker between its last `begin_work` and its next reduction; empty without others."""
     workers = current()
     return [] if workers is None else list(workers.seconds)
 
 
 def from_main(value: Any) -> Any:
-    """Worker 0's ``value`` (anything that JSON holds), on every worker; the others' is not looked at."""
+    """Worker 0's ``value`` (of any JSON type), on every worker; the others' values are ignored."""
     workers = current()
     if workers is None:
         return value
@@ -234,16 +235,16 @@ def barrier() -> None:
 def connected(
     device: str, *, threads: int | None = None, timeout: float = 120.0, compress: bool = False
 ) -> Iterator[str]:
-    """Join the workers that the launcher started; the device for pfl to use within.
+    """Join the workers that the launcher started. Yields the device for pfl to use.
 
     Args:
-        device: ``auto`` or ``cuda``: each worker of a machine takes the GPU of its local rank, round robin
-            where there are fewer; anything else is taken as it is.
-        threads: of torch; by default the machine's cores are shared out among its workers.
-        timeout: seconds after which a dead or stuck worker ends the job on all.
+        device: with ``auto`` or ``cuda`` each worker of a machine takes the GPU of its local rank, round
+            robin if there are fewer. Any other device is used as it is.
+        threads: number of torch's threads; by default the machine's cores are divided among its workers.
+        timeout: seconds after which a dead or stuck worker ends the job on all workers.
 
     Raises:
-        ValueError: started by horovodrun without Horovod; more GPUs asked for than there are.
+        ValueError: when horovodrun started it without Horovod, or the device needs more GPUs than there are.
     """
     launch = find_launch(os.environ)
     if launch.world_size == 1:
@@ -274,7 +275,7 @@ def connected(
 
 
 def _introduce(launch: Launch, transport: Transport, device: str) -> list[str]:
-    """Tell each other who is where, choose what carries the sums, print the map; every worker's name."""
+    """Exchange the workers' places, choose the transport, and print the map. Returns every worker's name."""
     store = transport.store(START_S)
     gpu = (
         torch.cuda.get_device_name(device)
@@ -282,7 +283,7 @@ def _introduce(launch: Launch, transport: Transport, device: str) -> list[str]:
         else f"{torch.get_num_threads()} threads"
     )
     me = {"host": socket.gethostname(), "pid": os.getpid(), "device": device, "what": gpu}
-    if device.startswith("cuda"):  # where each worker sees one GPU alone, all of them call theirs cuda:0
+    if device.startswith("cuda"):  # workers that see only one GPU each all call it cuda:0
         me["uuid"] = str(torch.cuda.get_device_properties(device).uuid)
     store.set(f"worker/{launch.rank}", json.dumps(me))
     all_of_them = [json.loads(store.get(f"worker/{rank}")) for rank in range(launch.world_size)]

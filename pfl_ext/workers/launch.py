@@ -1,6 +1,6 @@
-"""Which launcher started this process, as which of its workers, and which device it takes.
+"""Finds the launcher of this process, its rank among the workers, and its device.
 
-Nothing here wakes CUDA up, nor imports pfl.
+Nothing here initialises CUDA or imports pfl.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among the workers of a job."""
+    """The place of this process among the workers of a job."""
 
     launcher: Literal["none", "torchrun", "horovod"] = "none"
     rank: int = 0
@@ -27,11 +27,11 @@ VARIABLES: Mapping[Literal["torchrun", "horovod"], tuple[str, str, str, str]] = 
     "horovod": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
-"""What each launcher sets: rank, number of workers, and both within one machine."""
+"""The variables of each launcher: rank and number of workers, overall and within one machine."""
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch:
-    """The launcher whose variables are there, Horovod's first; none if some are missing.
+    """The launcher whose variables are all set, Horovod's first; else none.
 
     Raises:
         ValueError: when a variable is not a number.
@@ -49,10 +49,10 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def place(launch: Launch, device: str) -> str:
-    """The device of one of several workers, made CUDA's current one.
+    """The device of one of several workers, which also becomes CUDA's current device.
 
-    horovodrun does not set LOCAL_RANK, by which pfl chooses the GPU; so the device is named here, before
-    CUDA wakes up, and passed to pfl.
+    horovodrun does not set LOCAL_RANK, by which pfl chooses the GPU. So the device is chosen here, before
+    CUDA is initialised, and passed to pfl.
     """
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"

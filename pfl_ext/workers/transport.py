@@ -1,8 +1,8 @@
-"""How bytes and sums get from worker to worker: torch.distributed, or Horovod.
+"""Transports of bytes and sums between workers: torch.distributed or Horovod.
 
-Both have Gloo for CPU tensors. NCCL, which refuses two workers on one GPU, carries CUDA tensors where every
-worker has a GPU of its own; elsewhere CUDA tensors go over the CPU. All methods of a transport
-but ``store`` are collective: every worker calls them in the same order, with the same sizes.
+Both have Gloo for CPU tensors. NCCL refuses two workers on one GPU, so it is used for CUDA tensors only if
+every worker has its own GPU; otherwise CUDA tensors are copied through the CPU. All methods of a transport
+except ``store`` are collective: every worker calls them in the same order, with the same sizes.
 
 Shape letters: W workers.
 """
@@ -24,24 +24,24 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from pfl_ext.workers.launch import Launch
 
 COLLECTIVE_S = 30 * 24 * 3600.0
-"""Collectives give up by themselves after so many seconds, which is never: waiting for a worker that works is
-no fault, and one that is lost or stands still is the watchdog's, which names it."""
+"""Seconds after which collectives give up, in effect never. Waiting for a working worker is no fault, and the
+watchdog detects, and names, one that is lost or stuck."""
 
 PAUSE_S = 0.001
-"""Between two looks at a collective of Horovod, whose own cycle takes as long."""
+"""Seconds between two polls of a Horovod collective; Horovod's own cycle takes as long."""
 
 
 class Transport(ABC):
-    """What `pfl_ext.workers.distributed.Workers` needs. Tensors of bytes are uint8."""
+    """The interface that `pfl_ext.workers.distributed.Workers` needs. Tensors of bytes are uint8."""
 
     _nccl: bool  # set by `choose`
 
     @abstractmethod
     def choose(self, *, on_own_gpus: bool) -> str:
-        """Get ready to carry sums, by NCCL if every worker has its own GPU; the name of the means."""
+        """Prepare for sums, with NCCL if every worker has its own GPU. Returns the name of the method."""
 
     def sum_(self, flat: Tensor) -> None:
-        """Sum over workers, in place; the same bits on all."""
+        """Sum over workers, in place, with the same bits on all."""
         carried = self._there(flat)
         self._all_reduce(carried)
         if carried is not flat:
@@ -63,7 +63,7 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, data: Tensor) -> Tensor:
-        """Worker 0's tensor."""
+        """Worker 0's tensor, on every worker."""
 
     @abstractmethod
     def store(self, timeout: float) -> Any:
@@ -71,7 +71,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave in good order, all together."""
+        """Shut down in good order; all workers call this."""
 
 
 def _client(host: str, port: int, timeout: float, prefix: str, *, server: bool = False) -> Any:
@@ -162,8 +162,8 @@ class _HorovodTransport(Transport):
         return "NCCL" if self._nccl else "Gloo"
 
     def _result(self, handle: int) -> Any:
-        """What a collective ends in. Horovod's own waiting asks again after 100 ns, which takes a whole core
-        from the workers that still train."""
+        """The result of a collective. Horovod's own wait polls every 100 ns, which takes a whole core from
+        the workers that still train."""
         while not self._hvd.poll(handle):
             time.sleep(PAUSE_S)
         return self._hvd.synchronize(handle)

@@ -1,16 +1,18 @@
-"""Workers that die or stand still end the job, on every worker, with the culprit named.
+"""Ends the job on every worker, with a message that names the culprit, if a worker dies or is stuck.
 
-Each worker has a thread that says "I am alive" in a store which all can reach, listens to the worker before
-it in the ring, and looks whether anybody has written down a fault. What it notices within ``timeout``:
+Each worker has a thread that writes a sign of life to a store which all can reach. The thread also watches
+the worker before it in the ring, and checks whether a fault was reported. Within ``timeout`` it notices
 
-* a worker that is gone, or stopped as by SIGSTOP: its word stays away; the next in the ring writes that down;
-* a worker that does nothing while the others wait for it: its main thread's Python stack stands still and
-  the process uses next to no CPU; a user's local training may last as long as it needs;
-* a worker that ends with an error: it writes down which.
+* a worker that is gone, or stopped (for example by SIGSTOP): its signs of life stop, and the next worker in
+  the ring reports that;
+* a worker that does nothing while the others wait for it: its main thread's Python stack does not change and
+  the process uses almost no CPU. A user's local training may take as long as it needs.
+* a worker that ends with an error, which it reports itself.
 
-Then every worker prints that one line and leaves, non-zero, from within the thread: its main thread may be
-waiting in a reduction that will never come. Files are written atomically, so what lies on disk stays whole.
-Collectives alone do not do this (horovod issue 1442, pytorch issue 97191): they wait, or fail without a name.
+Then every worker prints that one line and exits, with a non-zero code, from within the thread, since its main
+thread may wait in a reduction that will never complete. Files are written atomically, so those on disk stay
+complete. Collectives alone do not do this (horovod issue 1442, pytorch issue 97191): they wait, or fail
+without naming a worker.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 IDLE = 0.02
-"""Share of one core: a process that uses less, and whose main thread stands still, does nothing."""
-LEAVE_S = 5.0  # an orderly exit after a worker's own error may take so long
+"""Share of one core. A process that uses less, and whose main thread does not move, counts as stuck."""
+LEAVE_S = 5.0  # seconds for an orderly exit after a worker's own error
 EXIT_CODE = 2
 
 
@@ -33,8 +35,8 @@ class Watchdog:
     """The thread of one worker.
 
     Args:
-        store: a torch ``Store`` that nobody else in this process uses.
-        names: what to call each worker, by rank.
+        store: a torch ``Store`` that only this thread uses.
+        names: the workers' names by rank.
         timeout: seconds of silence after which a worker counts as lost.
         end_process: ends the process with this exit code, from a thread that is not the main one. The
             watchdog's thread is over when this returns.
@@ -67,7 +69,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """While within, the main thread stands still because it waits for the others."""
+        """In this context the main thread may stand still, because it waits for the others."""
         self._waiting = True
         try:
             yield
@@ -75,7 +77,7 @@ class Watchdog:
             self._waiting = False
 
     def report(self, fault: str) -> None:
-        """Tell the others that this worker ends, and why; leave soon, whatever the main thread does."""
+        """Report to the others that this worker ends, and why; exit soon, whatever the main thread does."""
         self._own_fault = True
         with contextlib.suppress(RuntimeError):
             self._store.set("fault", f"{self._names[self._rank]}: {fault}")
@@ -121,7 +123,7 @@ class Watchdog:
         return f"{self._names[rank]} {what} for {self._timeout:g} s"
 
     def _stack(self) -> int:
-        """A number that changes as the main thread goes on."""
+        """A number that changes when the main thread proceeds."""
         frame = sys._current_frames().get(self._main or 0)
         places = []
         while frame is not None:

@@ -1,15 +1,15 @@
-"""The shared library of the compiled layers, made on the machine where it runs.
+"""The shared library of the compiled layers, built on the machine where it runs.
 
-It is compiled once by the machine's C++ compiler (seconds), into the user's cache folder, under a name that
-holds the fingerprints of what it was made of (sources, compiler and its version, flags, processor) and of
-itself: a file that was damaged is not loaded but compiled again.
-The library is loaded by ctypes, so the compiler needs no headers of torch or Python.
+The machine's C++ compiler compiles it once, in seconds, into the user's cache folder. Its name holds a
+fingerprint of its inputs (sources, compiler and version, flags, processor) and a checksum of the file itself:
+a damaged file is compiled again instead of loaded. ctypes loads the library, so the compiler needs no headers
+of torch or Python.
 
-torch's own loader (``torch.utils.cpp_extension.load``, torch 2.15) was tried in its place. It does not look
-at the library before it loads it: with one byte changed in the cache, the changed function ran; a file of
-garbage ended in an OSError and was not built again. Its cache key leaves out the compiler's version. Without
-ninja it raises, and without a compiler its reason has six lines. What would remain of it is the call of the
-compiler, which is one line.
+torch's own loader (``torch.utils.cpp_extension.load``, torch 2.15) was tried instead. It does not check the
+library before loading it: with one byte changed in the cache, the changed function ran; a file of garbage
+raised an OSError and was not built again. Its cache key leaves out the compiler's version. It raises without
+ninja, and without a compiler its message has six lines. Only the call of the compiler could be used, and that
+is one line.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from pathlib import Path
 from dataset.files import file_digest
 
 SOURCES = Path(__file__).parent
-THREADED = "-fopenmp"  # without it, where a compiler does not know it, all work is done on one thread
+THREADED = "-fopenmp"  # a compiler that does not know this flag builds for one thread
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 
 
 class Unavailable(Exception):
-    """The reason, in one line."""
+    """The compiled layers cannot be used; the message is the reason, in one line."""
 
 
 def compiler() -> str | None:
-    """The C++ compiler that would be used: the one that CXX names, or else one of the usual names."""
+    """The C++ compiler to use: the one named by CXX, or else the first of the usual names that exists."""
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
 
 
 def cache_folder() -> Path:
-    """Where the library is kept.
+    """The folder in which the library is kept.
 
     Raises:
-        RuntimeError: where there is no home folder.
+        RuntimeError: when there is no home folder.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
 
 
 def compiled() -> Path:
-    """The shared library for this machine, compiled unless it is there.
+    """The path of the shared library for this machine, which is compiled unless it exists.
 
     Raises:
-        Unavailable: without a compiler, or if it fails.
+        Unavailable: when there is no compiler, or it fails.
     """
     program = compiler()
     if program is None:
@@ -97,7 +97,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def processor() -> str:
-    """What ``-march=native`` depends on."""
+    """A description of the processor, on which ``-march=native`` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

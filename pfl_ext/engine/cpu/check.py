@@ -1,6 +1,6 @@
-"""Whether the compiled layers compute what torch's do; asked when they are loaded.
+"""Compares the compiled layers with torch's when they are loaded.
 
-A compiler's mistake must not become a result.
+So an error of a compiler cannot get into a result.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
 
 
 def checked() -> CpuKernels:
-    """The compiled functions.
+    """The compiled functions, after they were compared with torch's.
 
     Raises:
-        Unavailable: where they cannot be compiled or loaded, or compute something else than torch.
+        Unavailable: when they cannot be compiled or loaded, or compute something else than torch.
     """
     kernels = CpuKernels()
     check(kernels, torch.float32, TOLERANCE)
@@ -41,7 +41,7 @@ def checked() -> CpuKernels:
 
 
 def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
-    """Raises `Unavailable` where a function is further than ``tolerance`` from torch's."""
+    """Raise `Unavailable` if a function's relative error against torch's is above ``tolerance``."""
     draw = torch.Generator().manual_seed(1)
     x, e = torch.randn(2, 3, CHANNELS, 14, 28, generator=draw).to(dtype).unbind()
     weight = torch.randn(CHANNELS, CHANNELS, 3, 3, generator=draw)
@@ -87,7 +87,7 @@ def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
 def _of_small_networks(
     kernels: CpuKernels, x: Tensor, e: Tensor, weight: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What `narrow`, `dense` and `crops` compute from these, and what torch does."""
+    """The results of `narrow`, `dense` and `crops` for these inputs, and those of torch."""
     found: list[Tensor | None] = []
     expected: list[Tensor] = []
     scale, images, plain = weight[0, :, 0, 0].contiguous(), x[:, :3, :13], After(relu=True)

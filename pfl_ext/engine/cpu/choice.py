@@ -1,15 +1,16 @@
-"""Which implementation and which number format each layer of a network gets on a CPU.
+"""The table of implementations and number formats for each kind of layer on a CPU.
 
-One table decides, by the processor and the kind of layer, and by nothing else: no result depends on a clock.
+Only the processor and the kind of layer decide. No time is measured, so no result depends on a clock.
 
-* **AMX** and **AVX512-BF16** multiply bfloat16, as torch's convolutions and linear layers do there. With
+* **AMX** and **AVX512-BF16** multiply bfloat16. torch's convolutions and linear layers use them. With
   AVX512-BF16 alone, a round of CIFAR's network was measured at 2.23 times the speed of stock pfl in torch's
-  bfloat16, and at 1.73 in compiled float32; at 224 pixels both were equal. GroupNorm is bound by memory. For
-  bfloat16 images in channels-last memory, in which torch's convolutions are fastest, torch's norm takes many
-  times as long as the compiled one (README), which therefore stands between torch's convolutions.
-* **AVX512-FP16** adds up twice as many products of half floats as of float32: the compiled convolutions do.
-* **Depthwise** convolutions are float32's everywhere (`depthwise`).
-* **None** of these: bfloat16 would be converted before each product, so all is float32.
+  bfloat16, and at 1.73 in compiled float32; at 224 pixels both were equal. GroupNorm is bound by memory.
+  torch's convolutions are fastest for bfloat16 images in channels-last memory, but there torch's norm takes
+  many times as long as the compiled one (README). So compiled norms are put between torch's convolutions.
+* **AVX512-FP16** adds up twice as many products of half floats as of float32. The compiled convolutions use
+  it.
+* **Depthwise** convolutions are computed in float32 everywhere (`depthwise`).
+* **None** of these: bfloat16 would be converted before each product, so everything is float32.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ import torch
 from torch import nn
 
 Feature = Literal["AMX", "AVX512-FP16", "AVX512-BF16", "none"]
-"""What of a processor decides, the first that it has."""
+"""Features of a processor; the first one that it has decides."""
 Kind = Literal[
     "3x3 convolutions", "depthwise convolutions", "other convolutions", "GroupNorm", "pooling", "linear"
 ]
-"""Kinds of layers; the first is of stride 1, the second filters each channel by itself."""
+"""Kinds of layers. The first has stride 1; the second filters each channel by itself."""
 
 
 class Way(NamedTuple):
-    """An implementation and the format of the numbers that it multiplies."""
+    """An implementation, and the format of the numbers that it multiplies."""
 
     by: Literal["compiled", "torch"]
     format: torch.dtype
 
 
 class Row(NamedTuple):
-    """A way for each kind of layer; a layer that `layers` cannot do is torch's all the same."""
+    """A way for each kind of layer. A layer that `layers` cannot compile is still torch's."""
 
     convolution3x3: Way
     depthwise: Way
@@ -72,12 +73,12 @@ BY_PROCESSOR: dict[Feature, Row] = {
 
 
 def chosen(precision: torch.dtype | None, feature: Feature) -> Row:
-    """The row for training in this type, None being float32."""
+    """The row for training in this type; None is float32."""
     return FLOAT32 if precision is None else BY_PROCESSOR[feature]
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """The layer's kind; None: the table says nothing of it."""
+    """The layer's kind; None for a layer that is not in the table."""
     if isinstance(layer, nn.Conv2d):
         if layer.groups == layer.in_channels == layer.out_channels > 1:
             return "depthwise convolutions"
@@ -91,9 +92,9 @@ def kind_of(layer: nn.Module) -> Kind | None:
 
 
 def described(network: nn.Module, autocast: torch.dtype | None) -> str:
-    """How this network is computed in this type, None being float32, in one line.
+    """One line that says how this network is computed in this type (None is float32).
 
-    Such as "bfloat16: convolutions by torch, GroupNorm by compiled float32, linear by torch".
+    For example "bfloat16: convolutions by torch, GroupNorm by compiled float32, linear by torch".
     """
     found: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
     for layer in network.modules():

@@ -1,4 +1,4 @@
-"""Modules that do a network's convolutions by `kernels` and `narrow`.
+"""Modules that compute a network's convolutions by `kernels` and `narrow`.
 
 Shape letters: N images, C channels in, K channels out, H and W positions.
 """
@@ -25,14 +25,14 @@ from pfl_ext.engine.cpu.narrow import (
 )
 
 LARGEST_SIDE = 64
-"""A side beyond which images, whose places a vector holds side by side, would not stay in the cache; what is
-pooled was not measured beyond it."""
+"""Largest side of images, in pixels. A vector holds the same place of several images, so larger images would
+not stay in the cache. Pooled convolutions were not measured on larger ones."""
 
 
 class Compiled(nn.Conv2d):
-    """A layer that takes another's place and has its weights.
+    """A layer that replaces a convolution and shares its weights.
 
-    ``multiplied``: the format of the numbers that it multiplies.
+    ``multiplied`` is the format of the numbers that it multiplies.
     """
 
     multiplied = torch.float32
@@ -52,7 +52,7 @@ class Compiled(nn.Conv2d):
 
 
 class Convolution(Compiled):
-    """A convolution by `CpuKernels`; ``multiplied`` is for where torch's autocast is on."""
+    """A convolution by `CpuKernels`. ``multiplied`` applies where torch's autocast is on."""
 
     def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, multiplied: torch.dtype) -> None:
         super().__init__(layer, kernels)
@@ -60,7 +60,7 @@ class Convolution(Compiled):
 
     @property
     def form(self) -> Form:
-        """What `CpuKernels` must know."""
+        """The form of the convolution, for `CpuKernels`."""
         assert not isinstance(self.padding, str)
         (high, wide), (top, left) = self.kernel_size, self.padding
         return Form(high, wide, self.stride[0], top, left)
@@ -87,7 +87,7 @@ class Convolution(Compiled):
 class FewChannels(Compiled):
     """A convolution of few channels by `CpuKernels`, with the ReLU and the 2 x 2 max-pooling after it.
 
-    Where torch's autocast is on, torch computes it.
+    torch computes it where its autocast is on.
     """
 
     def takes(self, x: Tensor) -> bool:
@@ -103,7 +103,7 @@ class FewChannels(Compiled):
         return out
 
     def _first(self, x: Tensor, pool: bool) -> bool:
-        """Whether vectors are filled with channels: of the first layer, whose outputs are not pooled."""
+        """Whether vectors hold channels: for a first layer whose outputs are not pooled."""
         return not (pool or x.requires_grad) and self.out_channels % CHANNELS == 0
 
     def gradients(
@@ -115,16 +115,16 @@ class FewChannels(Compiled):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The padding above and to the left."""
+        """The padding above the image and to its left."""
         assert not isinstance(self.padding, str)
         top, left = self.padding
         return top, left
 
 
 class PooledConvolution(Convolution):
-    """A convolution of more channels by `CpuKernels`, with the 2 x 2 max-pooling, and ReLU, after it.
+    """A convolution of more channels by `CpuKernels`, with the ReLU and the 2 x 2 max-pooling after it.
 
-    Where nothing is pooled it is a `Convolution`, or, unless it is ``whole``, torch's.
+    If nothing is pooled it computes as `Convolution` where ``whole`` is set, and else as torch's.
     """
 
     def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, whole: bool) -> None:
@@ -132,7 +132,7 @@ class PooledConvolution(Convolution):
         self.whole = whole
 
     def takes(self, x: Tensor) -> bool:
-        """Whether ``x`` goes by `Convolution` where nothing is pooled."""
+        """Whether `Convolution` computes ``x`` if nothing is pooled."""
         return self.whole and super().takes(x)
 
     def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
@@ -144,25 +144,25 @@ class PooledConvolution(Convolution):
 
 
 def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) -> Tensor:
-    """What comes after a norm or a convolution, by torch."""
+    """Compute with torch what follows a norm or a convolution."""
     x = x if added is None else x + added
     x = x.relu() if relu else x
     return F.max_pool2d(x, 2) if pool else x
 
 
 def float32_images(x: Tensor) -> bool:
-    """Whether these are images that are multiplied as float32, on a CPU."""
+    """Whether these are float32 images on a CPU, without autocast."""
     plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
     return plain and not torch.is_autocast_enabled("cpu")
 
 
 def taken(x: Tensor) -> bool:
-    """Whether these images are of a kind that the compiled layers know."""
+    """Whether the compiled layers know this kind of images."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def entering(x: Tensor) -> Tensor:
-    """Images as a compiled layer takes them: where torch's autocast is on, in bfloat16."""
+    """The images in the type that a compiled layer takes: bfloat16 where torch's autocast is on."""
     return x.to(torch.bfloat16) if torch.is_autocast_enabled("cpu") else x
 
 

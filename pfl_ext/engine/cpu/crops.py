@@ -15,7 +15,7 @@ from pfl_ext.tasks.task import Task
 
 
 class Crops:
-    """What `ImageClassifier.prepare` does to the images of a batch, by `cropped`, bit by bit."""
+    """Does by `cropped` what `ImageClassifier.prepare` does to a batch's images, with the same bits."""
 
     def __init__(self, model: ImageClassifier, kernels: CpuKernels) -> None:
         self._kernels, self._framing = kernels, model.framing
@@ -24,7 +24,7 @@ class Crops:
 
     @staticmethod
     def know(task: Task) -> bool:
-        """Whether the targets of this task do not depend on where the crops are."""
+        """Whether this task's targets are independent of the crops."""
         return type(task).augment is Task.augment and type(task).pixels is Task.pixels
 
     def __call__(self, images: Tensor, crops: Tensor) -> Tensor | None:
@@ -41,10 +41,10 @@ class Crops:
 def cropped(
     kernels: CpuKernels, images: Tensor, crops: Tensor, table: Tensor, size: int, reflect: bool
 ) -> Tensor:
-    """Crops of exactly ``size`` pixels, as `pfl_ext.data.transforms.cropped` has them.
+    """Crops of exactly ``size`` pixels, as `pfl_ext.data.transforms.cropped` makes them.
 
-    uint8 ``[N, H, W, 3]`` and crops ``[N, 6]`` or more -> ``[N, 3, size, size]``, whose values ``table``
-    ``[3, 256]`` gives for those of a pixel.
+    uint8 ``[N, H, W, 3]`` and crops ``[N, 6]`` or more -> ``[N, 3, size, size]``. ``table`` ``[3, 256]`` maps
+    a pixel's values to those of the output.
     """
     images, crops = images.contiguous(), crops.float().contiguous()
     n, h, w, _ = images.shape

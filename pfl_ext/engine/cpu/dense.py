@@ -1,4 +1,4 @@
-"""Modules that do linear layers and dropout by `kernels`.
+"""Modules that compute linear layers and dropout by `kernels`.
 
 Shape letters: N images, C values in, K values out.
 """
@@ -19,20 +19,20 @@ from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.models.dropout import KeyedDropout, keys_of_images
 
 FEW_IMAGES = 16
-"""Up to which a linear layer is compiled; torch multiplies more of them as fast."""
+"""Largest size up to which a linear layer is compiled; torch is as fast for larger ones."""
 
 
 @dataclass
 class Room:
-    """Memory for the gradient of a large weight, which each step writes to again.
+    """Memory for the gradient of a large weight, which every step reuses.
 
-    So it need not be asked for in each step, which would take as long as the products.
+    Allocating it in each step would take as long as the products.
     """
 
     gradient: Tensor
     after: Tensor | None = None
-    """Where the weights after a step of gradient descent go; it may be the weights themselves. Then
-    ``gradient`` is not written to, and ``done`` says that the step was made."""
+    """The weights after a step of gradient descent are written here; it may be the weights themselves. Then
+    ``gradient`` is not written, and ``done`` is set."""
     rate: float = 0.0
     """Learning rate of that step."""
     done: bool = False
@@ -43,10 +43,10 @@ _ROOMS: ContextVar[Mapping[int, Room] | None] = ContextVar("where gradients of w
 
 @contextlib.contextmanager
 def gradients_into(rooms: Mapping[int, Room]) -> Iterator[None]:
-    """Within, in this thread, linear layers write the gradients of their weights there.
+    """In this context and thread, linear layers write the gradients of their weights into ``rooms``.
 
     Args:
-        rooms: by ``id`` of the parameter; each tensor in it is contiguous.
+        rooms: by ``id`` of the parameter; their tensors are contiguous.
     """
     token = _ROOMS.set(rooms)
     try:
@@ -56,7 +56,7 @@ def gradients_into(rooms: Mapping[int, Room]) -> Iterator[None]:
 
 
 class Linear(nn.Linear):
-    """A linear layer by `CpuKernels`, with the ReLU after it. Its weights are another's."""
+    """A linear layer by `CpuKernels`, with the ReLU after it. It shares the weights of ``layer``."""
 
     multiplied = torch.float32
 
@@ -74,7 +74,7 @@ class Linear(nn.Linear):
 
 
 class Dropout(KeyedDropout):
-    """Dropout by `CpuKernels`; it drops what `KeyedDropout` does, bit by bit."""
+    """Dropout by `CpuKernels`, with the same bits as `KeyedDropout`."""
 
     def __init__(self, layer: KeyedDropout, kernels: CpuKernels) -> None:
         super().__init__(layer.p, layer.number, layer.wide)
@@ -91,7 +91,7 @@ class Dropout(KeyedDropout):
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether these are numbers that are multiplied as float32, on a CPU."""
+    """Whether these are float32 numbers on a CPU, without autocast."""
     plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
     return plain and not torch.is_autocast_enabled("cpu")
 
@@ -127,7 +127,7 @@ class _Drop(torch.autograd.Function):
 
 
 def linear(kernels: CpuKernels, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    """``[N, C]`` by ``[K, C]`` -> ``[N, K]``, and ReLU if there is one."""
+    """``[N, C]`` by ``[K, C]`` -> ``[N, K]``, with a ReLU if ``relu`` is set."""
     x, weight = x.detach().contiguous(), weight.detach().contiguous()
     if len(x) > FEW_IMAGES:
         out = x @ weight.t() if bias is None else torch.addmm(bias.detach(), x, weight.t())
@@ -152,9 +152,9 @@ def linear_backward(
         x: ``[N, C]``.
         e: the output's gradient, ``[N, K]``.
         weight: ``[K, C]``.
-        out: what `linear` gave, if it had a ReLU.
-        wanted: which of the three.
-        room: where the gradient of the weights, or the weights after a step, are written to.
+        out: the output of `linear`, if it had a ReLU.
+        wanted: which of the three gradients to compute.
+        room: memory for the gradient of the weights, or for the weights after a step.
     """
     x, weight = x.detach().contiguous(), weight.detach().contiguous()
     (n, c), k = x.shape, len(weight)
@@ -177,14 +177,14 @@ def linear_backward(
 
 
 def dropped(kernels: CpuKernels, x: Tensor, keys: Tensor, p: float, number: int, wide: int) -> Tensor:
-    """The output of `pfl_ext.models.dropout.KeyedDropout` with these properties, given the images' keys."""
+    """The output of a `pfl_ext.models.dropout.KeyedDropout` with these properties, for the images' keys."""
     x, n, units, places = x.detach(), len(x), x.shape[1], x[0, 0].numel()
     last = x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     if not last:
         x = x.contiguous()
-    if last and wide:  # as the next layer likes it
+    if last and wide:  # the layout that the next layer takes
         sizes, out = (places, units, units, 1), torch.empty_like(x)
-    else:  # which after single elements is a linear one
+    else:  # after dropout of single elements comes a linear layer
         sizes, out = (units, places, *((1, units) if last else (places, 1))), torch.empty(x.shape)
     of_units = (places, 1, 0)[wide]
     of_places = (1, 0, 0)[wide]

@@ -1,10 +1,10 @@
-"""Convolutions that filter each channel by itself, always in float32; the weights' gradients of 5 x 5 kernels
-are `kernels`'.
+"""Convolutions that filter each channel by itself, always in float32.
 
-torch computes the rest of them: it is faster there, and with 3 x 3 kernels. It takes 62 ms for the gradients
-of the 5 x 5 kernels in a step of EfficientNet-Lite0 (16 images of 128 pixels), and these functions take 6
-(AMD EPYC of the Zen 4 kind, one thread, torch 2.15, the least of five). In bfloat16 torch takes three times
-as long for those, and twenty times as long for the images' gradients of a stride of 2: 77 ms in one layer.
+`kernels` computes the weights' gradients of 5 x 5 kernels. torch computes everything else, where it is
+faster. torch takes 62 ms for the gradients of the 5 x 5 kernels in a step of EfficientNet-Lite0 (16 images of
+128 pixels), and `kernels` 6 (AMD EPYC Zen 4, one thread, torch 2.15, the least of five). In bfloat16 torch
+takes three times as long for these, and with stride 2 twenty times as long for images' gradients: 77 ms in
+one layer.
 
 Shape letters: N images, C channels, H and W positions.
 """
@@ -81,7 +81,7 @@ class _Filter(torch.autograd.Function):
 
 
 def depthwise(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether this is such a layer, with a kernel of 3 x 3 or 5 x 5."""
+    """Whether this layer filters each channel by itself, with a kernel of 3 x 3 or 5 x 5."""
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return False
     if layer.dilation != (1, 1) or layer.stride[0] != layer.stride[1]:

@@ -1,8 +1,8 @@
-"""What follows a compiled layer, done by it in the same pass.
+"""Joins compiled layers with the operations that follow them, so that one pass computes both.
 
-After a GroupNorm these are sums and ReLUs, after a convolution of few channels ReLU and pooling.
+A GroupNorm takes over sums and ReLUs; a convolution of few channels takes over ReLU and pooling.
 
-They are found in the network's graph, as torch.fx writes it down.
+These operations are found in the network's graph, as torch.fx traces it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ RELUS = {nn.ReLU, F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 
 
 class Joined(nn.Module):
-    """A network's layers and parameters, by the same names and in the same order, with another forward.
+    """A network's layers and parameters, with the same names and order, and another forward.
 
-    An `fx.GraphModule` would order them by use, and so would its copies, but parameters are matched by order.
+    An `fx.GraphModule` and its copies order them by use, but parameters are matched by their order.
     """
 
     def __init__(self, network: nn.Module, graph: fx.Graph) -> None:
@@ -43,7 +43,7 @@ class Joined(nn.Module):
 
 
 class Pooled(nn.MaxPool2d):
-    """A max-pooling of 2 x 2 positions that the convolution before it does."""
+    """A max-pooling of 2 x 2 positions that the convolution before it computes."""
 
     multiplied = torch.float32
 
@@ -63,15 +63,15 @@ def joined(
     linear: type[nn.Module],
     pooled: Callable[[nn.Module], nn.Module | None] = lambda layer: None,
 ) -> nn.Module:
-    """The network with such layers doing what comes after them, and nothing else sees, themselves.
+    """The network whose layers of these types compute what follows them, if nothing else uses their output.
 
-    ``pooled``: what stands for another convolution if its outputs are pooled; None: the same as before.
+    ``pooled`` maps a further layer to its replacement if its outputs are pooled; None leaves it as it is.
 
-    The network itself where there are none, or where its forward cannot be written down as a graph.
+    Returns the network itself if there are no such layers, or if its forward cannot be traced as a graph.
     """
     try:
         graph = _Tracer().trace(network)
-    except Exception:  # whatever fx, or the network's own forward, makes of inputs without values
+    except Exception:  # fx and the network's forward may raise anything for inputs without values
         return network
     layers = dict(network.named_modules())
 

@@ -1,10 +1,10 @@
 """The compiled convolutions and norms as functions of tensors.
 
-They are called by ctypes within torch's autograd functions (`layers`). Registered instead by
-`torch.library.custom_op` with `register_autograd`, a layer's forward and backward cost 0.1 ms more (0.28 for
-0.18 ms of a convolution of one image of 32 x 2 x 2). A step of ResNet-18 at CIFAR's 32 pixels then took 1.10
-times as long with 16 images and 1.18 times with 3; a step of `cifar_cnn`, which has one compiled layer, 0.99
-times (AMD EPYC, Zen 3, torch 2.15, CPU time of one thread, the least of 15 in turn).
+torch's autograd functions (`layers`) call them by ctypes. Registering them by `torch.library.custom_op` with
+`register_autograd` was tried: a layer's forward and backward took 0.1 ms longer (0.28 instead of 0.18 ms for
+a convolution of one image of 32 x 2 x 2). A step of ResNet-18 at CIFAR's 32 pixels took 1.10 times as long
+with 16 images and 1.18 times with 3. A step of `cifar_cnn`, which has one compiled layer, took 0.99 times as
+long (AMD EPYC, Zen 3, torch 2.15, CPU time of one thread, the least of 15 in turn).
 
 Shape letters: N images, C channels in, K channels out, H and W positions, G groups.
 """
@@ -24,12 +24,12 @@ from pfl_ext.engine.cpu.build import Unavailable, compiled, processor
 from pfl_ext.engine.cpu.choice import Feature
 
 CHANNELS = 32
-"""Channels must be a multiple of this."""
+"""The number of channels must be a multiple of this."""
 DEPTHWISE_SIDE, DEPTHWISE_CHANNELS = 5, 16
-"""Side of the kernels of `CpuKernels.depthwise_weights`; what its channels must be a multiple of."""
+"""For `CpuKernels.depthwise_weights`: the side of a kernel; its channels must be a multiple of the second."""
 PRODUCT, WEIGHTS = 1.4, 900.0
-"""Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
-transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
+"""Time of Winograd's products with their share of the transforms; and of transforming the weights of a pair
+of channels. Both are in units of a plain convolution's products (ResNet-18's layers, see README)."""
 SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "has_halves": (0, 0, 0),
     "conv3x3": (3, 7, 0),
@@ -66,24 +66,24 @@ class Form:
     left: int
 
     def pays(self, n: int, height: int, width: int) -> bool:
-        """Whether Winograd's way is the faster one: of shapes alone, so that no result depends on a clock."""
+        """Whether Winograd's way is faster. Only shapes decide, so that no result depends on a clock."""
         if (self.high, self.wide, self.stride, self.top, self.left) != (3, 3, 1, 1, 1):
             return False
         tiles = n * -(-height // 4) * -(-width // 4)
         return 36 * tiles * PRODUCT + WEIGHTS < 9 * n * height * width
 
     def pays_without_padding(self, n: int, height: int, width: int) -> bool:
-        """`pays`, of the same convolution without its padding, which it is here."""
+        """`pays` for a convolution without padding: that of a padded one on images 2 pixels smaller."""
         padded = Form(self.high, self.wide, self.stride, 1, 1)
         return (self.top, self.left) == (0, 0) and padded.pays(n, height - 2, width - 2)
 
     def halves_pay(self, n: int, height: int, width: int) -> bool:
-        """Whether half floats are the faster ones: not where the weights are most of the work."""
+        """Whether half floats are faster, which they are not where the weights are most of the work."""
         down, across = self.output(height, width)
         return self.pays(n, height, width) or n * down * across >= 64
 
     def output(self, height: int, width: int) -> tuple[int, int]:
-        """Positions down and across."""
+        """Number of output positions down and across."""
         return (
             (height + 2 * self.top - self.high) // self.stride + 1,
             (width + 2 * self.left - self.wide) // self.stride + 1,
@@ -93,13 +93,13 @@ class Form:
 class CpuKernels:
     """The compiled functions on images in channels-last memory, float32 or bfloat16.
 
-    Convolutions take bfloat16 images only if `has_halves`: then they multiply half floats (IEEE's, of 11
-    bits, times scales by which none gets too large). GroupNorm computes in float32, whatever its images are.
-    Weights and their gradients are float32. Each uses as many threads as torch has in the calling thread.
-    `checked` makes them and compares them with torch's.
+    Convolutions take bfloat16 images only if `has_halves`. Then they multiply IEEE half floats (11 bits),
+    scaled so that none overflows. GroupNorm computes in float32 for all types of images. Weights and their
+    gradients are float32. Each function uses as many threads as torch has in the calling thread. `checked`
+    loads them and compares them with torch's.
 
     Raises:
-        Unavailable: where they cannot be compiled or loaded.
+        Unavailable: when they cannot be compiled or loaded.
     """
 
     def __init__(self) -> None:
@@ -121,13 +121,13 @@ class CpuKernels:
             function.restype = ctypes.c_long
             self._functions[name] = function
         self.has_halves = bool(self._functions["has_halves"]())
-        """Whether the processor does arithmetic with half floats (AVX512-FP16), as the compiler knows it."""
+        """Whether the processor computes with half floats (AVX512-FP16), according to the compiler."""
         self.lanes = int(self._functions["lanes"]())
         """Numbers that a vector holds."""
 
     @cached_property
     def feature(self) -> Feature:
-        """What of the processor decides who computes a layer."""
+        """The processor's feature that decides what computes a layer."""
         flags = processor().split()
         if "amx_bf16" in flags:
             return "AMX"
@@ -136,13 +136,13 @@ class CpuKernels:
         return "AVX512-BF16" if "avx512_bf16" in flags else "none"
 
     def __deepcopy__(self, memo: Any) -> CpuKernels:
-        return self  # networks that hold it are copied
+        return self  # networks that hold it are copied; it is shared
 
     def call(self, name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
-        """One of the compiled functions; None is a null pointer.
+        """Call one of the compiled functions. None is passed as a null pointer.
 
         Raises:
-            ValueError: there is no memory.
+            ValueError: when memory cannot be allocated.
         """
         images = tensors[0]
         assert images is not None
@@ -168,7 +168,7 @@ class CpuKernels:
     def convolution_backward(
         self, x: Tensor, e: Tensor, weight: Tensor, form: Form, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of ``x`` and ``weight``, if wanted, from the output's, ``e`` ``[N, K, H', W']``."""
+        """Gradients of ``x`` and ``weight``, if wanted, from the output's gradient ``e [N, K, H', W']``."""
         (n, c, h, w), k = x.shape, len(weight)
         assert x.dtype == e.dtype
         assert c % CHANNELS == k % CHANNELS == 0, "other channels would be read beyond their end"
@@ -185,9 +185,9 @@ class CpuKernels:
         return dx, dw
 
     def depthwise_weights(self, x: Tensor, e: Tensor, form: Form) -> Tensor:
-        """The gradient ``[C, 1, 5, 5]`` of the weights of a convolution of each channel by itself. Float32.
+        """The weights' float32 gradient ``[C, 1, 5, 5]`` of a convolution that filters each channel alone.
 
-        ``x`` ``[N, C, H, W]`` are its images, ``e`` ``[N, C, H', W']`` is its output's gradient.
+        ``x`` ``[N, C, H, W]`` are its images; ``e`` ``[N, C, H', W']`` is its output's gradient.
         """
         (n, c, h, w), (high, wide) = x.shape, (form.high, form.wide)
         assert c % DEPTHWISE_CHANNELS == 0
@@ -206,7 +206,7 @@ class CpuKernels:
         relu: bool = False,
         added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same as ``torch.native_group_norm``: the output, mean and reciprocal deviation ``[N, G]``.
+        """Like ``torch.native_group_norm``: the output, and mean and reciprocal deviation ``[N, G]``.
 
         With ``relu`` the output is ``relu(norm)``, or ``relu(norm + added)``.
         """
@@ -229,9 +229,9 @@ class CpuKernels:
         relu: bool = False,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The gradient of ``x``; each image's of the scale and of the shift ``[N, C]``; that of ``added``.
+        """The gradients of ``x``, of each image's scale and shift ``[N, C]``, and of ``added``.
 
-        ``out`` is `group_norm`'s, and given where something was added.
+        ``out`` is the output of `group_norm`; it is needed where something was added.
         """
         assert e.dtype == x.dtype
         x, e = last(x), last(e)
@@ -249,10 +249,10 @@ def _following(relu: bool, added: Tensor | None) -> int:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Channels last, with nothing in it."""
+    """An uninitialised tensor in channels-last memory."""
     return torch.empty(tuple(shape), dtype=dtype, memory_format=torch.channels_last)
 
 
 def last(x: Tensor) -> Tensor:
-    """Channels last, without its history."""
+    """The tensor in channels-last memory, detached from autograd."""
     return x.detach().contiguous(memory_format=torch.channels_last)

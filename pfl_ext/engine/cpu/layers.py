@@ -1,4 +1,4 @@
-"""Modules that do a network's convolutions and norms by `kernels`, where `choice` says so.
+"""Replaces a network's layers by modules that compute with `kernels`, where `choice` says so.
 
 Shape letters: N images, C channels in, K channels out, H and W positions.
 """
@@ -31,24 +31,24 @@ from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifi
 from pfl_ext.models.dropout import KeyedDropout
 
 FEW = 16
-"""Channels, in or out, below which a convolution is `FewChannels`."""
+"""A convolution with fewer channels, in or out, is `FewChannels`."""
 
 
 class GroupNorm(JoiningNorm):
-    """`JoiningNorm` on a CPU. It multiplies float32 also where its images are bfloat16."""
+    """`JoiningNorm` on a CPU. It computes in float32, also for bfloat16 images."""
 
     def __init__(self, layer: nn.GroupNorm, kernels: CpuKernels, multiplied: torch.dtype) -> None:
         super().__init__(layer)
         self.kernels, self.multiplied = kernels, multiplied
 
     def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
-        """Whether ``x`` ``[N, C, H, W]``, and what is added, goes this way."""
+        """Whether this layer computes ``x`` ``[N, C, H, W]`` and ``added`` itself; else torch does."""
         if not taken(x) or x.ndim != 4:
             return False
         return added is None or (taken(added) and added.shape == x.shape)
 
     def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
-        """The output, with what `gradients` needs left on an autograd function's ``ctx``."""
+        """The output. What `gradients` needs is saved on an autograd function's ``ctx``."""
         x, added = entering(x), None if added is None else entering(added)
         out, mean, rstd = self.kernels.group_norm(
             x, self.weight, self.bias, self.num_groups, self.eps, relu, added
@@ -64,8 +64,8 @@ class GroupNorm(JoiningNorm):
 
 
 def kernels_for(model: ImageClassifier) -> CpuKernels | None:
-    """The compiled functions; None on a GPU, for a network that gains nothing by them, or, with a line on the
-    screen, where they cannot be compiled."""
+    """The compiled functions. None on a GPU, for a network that gains nothing by them, and, with a line on
+    the screen, where they cannot be compiled."""
     if model.mean.device.type != "cpu" or not gains(model.trained_part):
         return None
     try:
@@ -76,7 +76,7 @@ def kernels_for(model: ImageClassifier) -> CpuKernels | None:
 
 
 class CpuLayers(NamedTuple):
-    """The compiled functions, and the table's row of what they do in a network."""
+    """The compiled functions, and the row of the table that says which layers they compute."""
 
     kernels: CpuKernels
     row: Row
@@ -87,10 +87,10 @@ class CpuLayers(NamedTuple):
         return self.row.autocast
 
     def replaced(self, network: nn.Module, side: int = 0) -> nn.Module:
-        """The network in channels-last memory, with modules of here for the layers that the row has compiled.
+        """The network in channels-last memory, with compiled modules for the layers that the row names.
 
-        It shares parameters and all other layers with ``network``, which is of no further use. ``side``: of
-        its images, in pixels.
+        It shares parameters and all other layers with ``network``, which must not be used any more. ``side``
+        is the side of its images in pixels.
         """
         network.to(memory_format=torch.channels_last)
         normed = any(isinstance(m, nn.GroupNorm | FrozenStatisticsBatchNorm2d) for m in network.modules())
@@ -104,7 +104,7 @@ class CpuLayers(NamedTuple):
                 continue
             if kind is None or self.row.way(kind).by != "compiled" or not compilable(layer):
                 continue
-            # a norm would have the images in channels-last memory again
+            # a norm would convert the images to channels-last memory again
             if few(layer) and (normed or side > LARGEST_SIDE):
                 continue
             multiplied = self.row.way(kind).format
@@ -130,7 +130,7 @@ class CpuLayers(NamedTuple):
         return None
 
     def _pooled(self, layer: nn.Module) -> nn.Module | None:
-        """What stands for a convolution whose outputs are pooled, if it is another module."""
+        """The replacement of a convolution whose outputs are pooled; None if it stays as it is."""
         if not poolable(layer) or self.row.way("other convolutions") != FLOAT32.convolution:
             return None
         return PooledConvolution(layer, self.kernels, compilable(layer) or isinstance(layer, Convolution))
@@ -139,8 +139,8 @@ class CpuLayers(NamedTuple):
 def gains(network: nn.Module) -> bool:
     """Whether `CpuLayers.replaced` makes a network faster: by a compiled layer, or by channels-last memory.
 
-    In that memory torch's convolutions and pooling are faster (by a tenth of a step of `cifar_cnn`), but its
-    GroupNorm is slower: where nothing but convolutions of few channels is compiled, the norms decide.
+    In channels-last memory torch's convolutions and pooling are faster (by a tenth of a step of `cifar_cnn`),
+    but its GroupNorm is slower. So if only convolutions of few channels are compiled, the norms decide.
     """
     layers = list(network.modules())
     norms = any(isinstance(layer, nn.GroupNorm) for layer in layers)
@@ -149,12 +149,12 @@ def gains(network: nn.Module) -> bool:
 
 
 def layers_for(kernels: CpuKernels | None, precision: torch.dtype | None) -> CpuLayers | None:
-    """What is compiled for training in this type, None being float32; None without compiled functions."""
+    """The compiled layers for training in this type (None is float32); None without compiled functions."""
     return None if kernels is None else CpuLayers(kernels, chosen(precision, kernels.feature))
 
 
 def compilable(layer: nn.Module) -> bool:
-    """Whether there is a module of here that does what this layer of torch's does."""
+    """Whether a compiled module can replace this layer."""
     if type(layer) is nn.GroupNorm:
         return layer.affine and layer.num_channels % CHANNELS == 0
     if few(layer) or depthwise(layer):
@@ -166,14 +166,14 @@ def compilable(layer: nn.Module) -> bool:
 
 
 def few(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a convolution has so few channels that vectors are better filled with images."""
+    """Whether a convolution has so few channels that vectors should hold images instead."""
     if not _plain(layer) or layer.stride != (1, 1) or layer.kernel_size == (1, 1):
         return False
     return min(layer.in_channels, layer.out_channels) < FEW
 
 
 def poolable(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a convolution, of which few channels are not thought of, can be `PooledConvolution`."""
+    """Whether a convolution that is not `few` can be a `PooledConvolution`."""
     if not (isinstance(layer, Convolution) or _plain(layer)):
         return False
     return layer.stride == (1, 1) and layer.out_channels >= FEW

@@ -1,6 +1,6 @@
 """Convolutions of few channels, and those whose outputs are pooled, as functions of tensors.
 
-Each has the ReLU and the 2 x 2 max-pooling that follow it in the same pass. All is float32.
+Each computes the ReLU and the 2 x 2 max-pooling after it in the same pass. Everything is float32.
 
 Shape letters: N images, C channels in, K channels out, H and W positions.
 """
@@ -18,21 +18,21 @@ from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form, empty, last
 
 
 class Laid(NamedTuple):
-    """What `CpuKernels.few_channels` leaves for its gradients."""
+    """What `few_channels` saves for its gradients."""
 
     images: Tensor
-    """The padded images, ``[C, H, W, N']``: the N images last, and nothing of meaning up to N', a number of
-    whole vectors; or, where outputs are pooled, ``[N, H, W, C]``."""
+    """The padded images, ``[C, H, W, N']``. N' is N rounded up to whole vectors; numbers beyond N have no
+    meaning. Where `pooled` made it, ``[N, H, W, C]``."""
     out: Tensor | None = None
-    """``[K, H', W', N']``; not needed without ReLU."""
+    """The output ``[K, H', W', N']``; not needed without ReLU."""
     places: Tensor | None = None
-    """``[N, K, H', W']``, uint8: of each output which of the four it is that were pooled, or 4 where ReLU
-    lets nothing through. None where nothing was pooled."""
+    """``[N, K, H', W']``, uint8: which of the four pooled positions each output comes from, or 4 where the
+    ReLU passes nothing. None if nothing was pooled."""
 
 
 @dataclass(frozen=True)
 class After:
-    """What follows a convolution: ReLU, and the largest of each 2 x 2 positions."""
+    """What follows a convolution: a ReLU, and max-pooling of 2 x 2 positions."""
 
     relu: bool = False
     pool: bool = False
@@ -46,9 +46,9 @@ def few_channels(
     padding: tuple[int, int],
     after: After,
 ) -> tuple[Tensor, Laid]:
-    """``[N, C, H, W]`` by ``[K, C, high, wide]`` with stride 1 -> ``[N, K, H', W']``, and what follows.
+    """``[N, C, H, W]`` by ``[K, C, high, wide]`` with stride 1 -> ``[N, K, H', W']``, after ReLU and pooling.
 
-    Vectors go across images, so that no channels are needed to fill them. Float32.
+    A vector holds numbers of several images, so that few channels suffice. Float32.
     """
     images, weight = lay_out(kernels, x, *padding), last(weight)
     c, h, w, n = images.shape
@@ -77,7 +77,7 @@ def few_channels_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of ``x``, of weights and of bias, from the output's gradient ``e`` ``[N, K, H', W']``.
 
-    ``wanted``: whether that of ``x``, and whether the others.
+    ``wanted`` says whether to compute that of ``x``, and whether to compute the others.
     """
     if laid.places is not None:
         return pooled_backward(kernels, e, weight, padding, laid, wanted)
@@ -98,7 +98,7 @@ def few_channels_backward(
 
 
 def lay_out(kernels: CpuKernels, x: Tensor, top: int = 0, left: int = 0) -> Tensor:
-    """``[N, C, H, W]`` -> ``[C, H + 2 top, W + 2 left, N']`` of `Laid`, as it is where it is laid so."""
+    """``[N, C, H, W]`` -> ``[C, H + 2 top, W + 2 left, N']`` of `Laid`; not copied if it is laid out so."""
     x = x.detach()
     n, c, h, w = x.shape
     most = -(-n // kernels.lanes) * kernels.lanes
@@ -119,7 +119,7 @@ def lay_out(kernels: CpuKernels, x: Tensor, top: int = 0, left: int = 0) -> Tens
 def first(
     kernels: CpuKernels, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output of `few_channels` without pooling, a multiple of `CHANNELS` out; and the padded images."""
+    """`few_channels` without pooling, for K a multiple of `CHANNELS`: the output, and the padded images."""
     images, weight = _padded(x, *padding), last(weight)
     (n, h, w, c), (k, _, high, wide) = images.shape, weight.shape
     out = empty((n, k, h - high + 1, w - wide + 1), torch.float32)
@@ -130,7 +130,7 @@ def first(
 def first_backward(
     kernels: CpuKernels, images: Tensor, e: Tensor, out: Tensor, weight: Tensor, relu: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of weights and of bias, from ``e``, the gradient of `first`'s output."""
+    """The gradients of weights and bias, from the gradient ``e`` of `first`'s output."""
     e, (n, h, w, c), (k, _, high, wide) = last(e), images.shape, weight.shape
     both = torch.zeros(weight.numel() + k)
     kernels.call("first_gradients", (images, e, out, both), n, h, w, c, k, high, wide, relu)
@@ -140,7 +140,7 @@ def first_backward(
 def pooled(
     kernels: CpuKernels, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool
 ) -> tuple[Tensor, Laid]:
-    """Like `few_channels` where outputs are pooled, with any number of channels in and at least 16 out."""
+    """`few_channels` with pooling, for any number of channels in and at least 16 out."""
     y = _plain(kernels, x, weight, padding)
     n, k, down, across = y.shape
     out = empty((n, k, down // 2, across // 2), torch.float32)
@@ -152,7 +152,7 @@ def pooled(
 
 
 def _plain(kernels: CpuKernels, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
-    """The convolution without what follows it, channels last."""
+    """The convolution alone, without ReLU and pooling, in channels-last memory."""
     (n, c, h, w), (k, _, *kernel) = x.shape, weight.shape
     form = Form(3, 3, 1, *padding)
     if c % CHANNELS == k % CHANNELS == 0 and kernel == [3, 3] and form.pays(n, h, w):
@@ -172,7 +172,7 @@ def pooled_backward(
     laid: Laid,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`few_channels_backward` where outputs were pooled, of any number of channels."""
+    """`few_channels_backward` for the output of `pooled`."""
     images, places, weight, e = laid.images, laid.places, last(weight), e.detach()
     assert places is not None
     (n, h, w, c), (k, _, high, wide) = images.shape, weight.shape
