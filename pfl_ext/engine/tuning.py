@@ -115,7 +115,7 @@ class Tuner:
             own, *others = times
             worst = (times[own] or math.inf) * GAIN
             found = min(others, key=lambda c: times[c] or math.inf, default=own)
-            found = found if (times[found] or math.inf) <= worst else own
+            found = found if (times[found] or math.inf) < worst else own
             seconds = [{**asdict(c), "seconds": None if s is None else round(s, 4)} for c, s in times.items()]
             source = "timed" if others else "as it was, since passes are too short or too long to compare"
         engine.arrange(found)
