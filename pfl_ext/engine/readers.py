@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TypeVar
 
@@ -21,8 +21,8 @@ class Readers:
         most: never more than these; where ``threads`` are as many, or while `held`, the number stays.
     """
 
-    def __init__(self, threads: int, most: int = 0) -> None:
-        self.threads, self.most, self.held = threads, most, False
+    def __init__(self, threads: int, most: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.threads, self.most, self.held, self._clock = threads, most, False, clock
         self._lock, self._waited = threading.Lock(), 0.0
 
     def timed(self, items: Iterator[Item]) -> Iterator[Item]:
@@ -31,12 +31,12 @@ class Readers:
         waited = 0.0
         try:
             while True:
-                begin = time.perf_counter()
+                begin = self._clock()
                 try:
                     item = next(items)
                 except StopIteration:
                     return
-                waited += time.perf_counter() - begin
+                waited += self._clock() - begin
                 yield item
         finally:
             with self._lock:
