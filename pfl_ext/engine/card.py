@@ -43,9 +43,10 @@ def release(device: torch.device) -> None:
 
     The caller must have left the ``except`` that caught the error: a traceback keeps every frame's tensors.
     """
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    gc.collect()
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 

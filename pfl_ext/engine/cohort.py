@@ -28,7 +28,7 @@ from pfl_ext.engine.gpu_layers import GpuLayers
 from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import CohortSum, train_one_step
 from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Arrangement, Task, grouped, plan
-from pfl_ext.engine.pool import LanePool, as_many
+from pfl_ext.engine.pool import LanePool, as_many, keep
 from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.readers import Readers
 from pfl_ext.engine.reading import Reading
@@ -148,8 +148,7 @@ class CohortEngine:
         """From here on, every round so."""
         if arrangement != self.arrangement:
             self.close()
-            self.lanes = []
-            release(self._device)  # else the new lanes would find no room beside those that are given up
+            keep(self.lanes, 0)  # else the new lanes would find no room beside those that are given up
             self.arrangement = arrangement
             self._build(*self._built)
 
@@ -292,8 +291,8 @@ class CohortEngine:
             raise ValueError(NO_ROOM)
         print(f"out of memory: {count} lanes from here on", file=sys.stderr)
         self.close()
-        self.arrangement, self.lanes = replace(self.arrangement, lanes=count), self.lanes[:count]
-        release(self._device)
+        self.arrangement = replace(self.arrangement, lanes=count)
+        keep(self.lanes, count)
 
     def _has_run(self, tasks: Sequence[Task], scaling: ScalesUpdates | None, *job: Any) -> bool:
         """Train all these; whether memory was enough."""

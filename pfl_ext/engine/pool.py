@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pfl_ext.engine.card import begin_thread, fits
+from pfl_ext.engine.card import begin_thread, fits, release
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.plan import Plan, Task
 
@@ -21,6 +21,18 @@ def as_many(make: Callable[[], Lane], wanted: int) -> list[Lane]:
     while len(lanes) < wanted and fits(lambda: lanes.append(make())):
         pass
     return lanes
+
+
+def keep(lanes: list[Lane], count: int) -> None:
+    """Give up the lanes after the first ``count``, once their device has done all that they asked of it.
+
+    Their memory was made on the caller's stream, which could otherwise hand it out while they still use it.
+    """
+    device = lanes[0].layout.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del lanes[count:]
+    release(device)
 
 
 class LanePool:
