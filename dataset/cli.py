@@ -196,11 +196,6 @@ class Held:
     def __init__(self) -> None:
         self.number: int | None = None
 
-    def stop_if_asked(self, detail: str = "") -> None:
-        """Raise `Stopped` if a signal arrived. Call this after a step, when nothing is lost."""
-        if self.number is not None:
-            raise Stopped(self.number, detail)
-
 
 @contextmanager
 def _handled(handler: object) -> Iterator[None]:
@@ -247,4 +242,5 @@ def held(step: str) -> Iterator[Held]:
 
     with _handled(note):
         yield state
-    state.stop_if_asked()
+    if state.number is not None:
+        raise Stopped(state.number)

@@ -25,7 +25,7 @@ from benchmarks.core.ledger import Ledger
 from benchmarks.core.progress import Progress
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.tracking import Tracking
-from dataset.cli import Held
+from dataset.cli import Held, Stopped
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm
 from pfl_ext.algorithms.channel import FILE as ERRORS_FILE
@@ -176,14 +176,13 @@ class Recorder:
             self.ledger.cover(step + 1, self.files.history)
         self._write_line({self.unit: step, "seconds": round(seconds, 4), **values})
         self.progress.step_done(step + 1, seconds, scored)
-        self.held.number = from_main(self.held.number)  # all workers stop, or none
-        asked = self.held.number is not None
-        if is_main() and (asked or self.checkpoints.due(step + 1)):
+        asked = from_main(self.held.number)  # all stop, or none; a later signal is for the next step
+        if is_main() and (asked is not None or self.checkpoints.due(step + 1)):
             self.save(step + 1, state)
-        if asked:
+        if asked is not None:
             self.progress.close()
             barrier()  # a launcher may end those that are left when the first leaves; the main one is saving
-        self.held.stop_if_asked(f"{self.unit} {step} is done and {self.checkpoints.last} is written")
+            raise Stopped(asked, f"{self.unit} {step} is done and {self.checkpoints.last} is written")
 
     def end(self, state: Any) -> None:
         """Write the last line, which holds nothing but the val of the last model, and the last checkpoint.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from benchmarks.core import progress, recorder
 from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.progress import duration
 from benchmarks.core.recorder import Recorder
+from dataset.cli import Stopped
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.test_faults import LONG
@@ -86,9 +88,31 @@ def test_workers_that_stop_leave_when_the_main_one_has_saved(
     writer.checkpoints.due.return_value = False
     order.held.number = asked
     monkeypatch.setattr(recorder, "barrier", order.barrier)
-    Recorder.step_done(writer, 3, {}, state)
-    steps = [call for call in order.mock_calls if "stop_if_asked" not in str(call)]
-    assert steps == ([] if asked is None else [mock.call.save(4, state), mock.call.barrier()])
+    with nullcontext() if asked is None else pytest.raises(Stopped, match="by SIGTERM, round 3 is done"):
+        Recorder.step_done(writer, 3, {}, state)
+    assert order.mock_calls == ([] if asked is None else [mock.call.save(4, state), mock.call.barrier()])
+
+
+def test_a_signal_while_workers_agree_is_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was lost, and the run went on to its end, or stopped one worker that had not been saved."""
+    writer = mock.Mock(_val=None, unit="round")
+    writer.progress.lap.return_value = 1.0
+    writer.checkpoints.due.return_value = False
+    writer.held.number = None
+
+    def agreed(number: int | None) -> int | None:
+        writer.held.number = 15
+        return number
+
+    monkeypatch.setattr(recorder, "from_main", agreed)
+    monkeypatch.setattr(recorder, "barrier", lambda: None)
+    Recorder.step_done(writer, 3, {}, object())
+    assert not writer.save.called
+    with pytest.raises(Stopped, match="round 4 is done"):
+        Recorder.step_done(writer, 4, {}, object())
+    assert writer.save.called
 
 
 def test_a_directory_without_a_round_is_reused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
