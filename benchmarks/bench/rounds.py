@@ -107,7 +107,7 @@ class Side:
         self.times: list[float] = []
         """Seconds of each counted round."""
         self.peak_bytes = 0
-        """The most of a GPU's memory of tensors in a counted round, the other side's among them."""
+        """Most bytes that tensors took on a GPU in a counted round; those of the other side lie there too."""
         self.cpu_times: list[float] = []
         """Seconds of all cores together for each counted round, which other work does not lengthen."""
         self._evaluate, self._algorithm = evaluation, run.config.federated.chosen.start(training)

@@ -7,6 +7,7 @@ same network and training, with cohorts of about the same size, on the same proc
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from dataset.files import write_json
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
@@ -28,7 +30,7 @@ from pfl_ext.engine.training import LocalTraining
 from pfl_ext.privacy.central import ScalesUpdates
 from pfl_ext.processor import processor_model
 from pfl_ext.rules import Rule
-from pfl_ext.workers.distributed import current, from_main, is_main
+from pfl_ext.workers.distributed import from_main, is_main
 
 SECONDS = 30.0
 """Time after which no further choice is tried."""
@@ -40,6 +42,7 @@ ATTEMPTS = 4
 """How often the engine's own arrangement is timed where memory is not enough for its lanes."""
 GAIN = 0.95
 """A choice is taken if its time is at most this share of the engine's own."""
+AS_BEGUN = "as this run began"
 Timed = dict[Arrangement, float | None]
 """Seconds by choice, added up over workers; None where a choice failed."""
 
@@ -100,9 +103,11 @@ class Tuner:
             OSError: if the choice cannot be written into the run's folder.
         """
         if len(engine.arrangements()) == 1:
+            if is_main():
+                print(f"engine: {engine.arrangement}, as there is nothing else to try", file=sys.stderr)
             return
         device = torch.cuda.get_device_name() if engine.on_gpu else processor_model()
-        threads, workers = torch.get_num_threads(), _workers()
+        threads, workers = torch.get_num_threads(), get_ops().distributed.world_size
         key = fingerprint(repr(engine.central), job.about, self._settings, device, threads, workers)
         place = self._kept / f"engine-choice-{key}.json"
         earlier = from_main(self._earlier(engine, place))
@@ -147,7 +152,8 @@ class Tuner:
 
     def _times(self, engine: CohortEngine, job: Round, place: Path) -> Timed:
         """The engine's own arrangement first, and others if passes take long enough but not too long."""
-        begin, number, attempts = self._clock(), FEW * _workers(), 0
+        workers = get_ops().distributed.world_size
+        begin, number, attempts = self._clock(), FEW * workers, 0
         engine.readers.held = True
         try:
             while True:
@@ -156,11 +162,11 @@ class Tuner:
                 attempts += 1
                 if own is None and attempts < ATTEMPTS:
                     continue  # with the fewer lanes that a worker has kept
-                if own is None or own >= SHORT * _workers() or number >= len(job.members):
+                if own is None or own >= SHORT * workers or number >= len(job.members):
                     break
                 number *= 4
             times: Timed = {engine.arrangement: own}
-            if own is not None and own < SHORT * _workers():
+            if own is not None and own < SHORT * workers:
                 return times
             for words in from_main([asdict(choice) for choice in engine.arrangements()[1:]]):
                 if from_main(self._clock() - begin) > SECONDS:
@@ -172,23 +178,22 @@ class Tuner:
         except SystemExit:  # of a device that refuses all further work: the note stays
             raise
         except BaseException:
-            place.unlink(missing_ok=True)  # the process lives: it was not the choice that ended it
+            _forget(place)  # the process lives: it was not the choice that ended it
             raise
         finally:
             engine.readers.held = False
-        if is_main():
-            place.unlink(missing_ok=True)
+        _forget(place)
         return times
 
     def _time(self, engine: CohortEngine, choice: Arrangement, job: Round) -> float | None:
         """The faster of two passes over these users, after one that reads their images and records graphs."""
-        passes, why = list[float](), ""
+        workers, passes, why = get_ops().distributed, list[float](), ""
         try:
             engine.arrange(choice)
             for _ in range(3):
                 begin = self._clock()
                 tasks = engine.tasks(job.members, job.local, job.scaling)
-                mine = dealt(tasks, _workers())[_rank()]
+                mine = dealt(tasks, workers.world_size)[workers.global_rank]
                 engine.train(job.dataset, mine, job.local, job.weight_of, job.scaling, job.rule)
                 engine.take_losses()  # waits for the device
                 passes.append(self._clock() - begin)
@@ -200,12 +205,9 @@ class Tuner:
         if why:
             print(f"engine: {choice} is no choice here: {why}", file=sys.stderr)
         seconds = torch.tensor([math.inf if why else min(passes[1:])], dtype=torch.float64)
-        if (workers := current()) is not None:
+        if workers.world_size > 1:
             workers.all_reduce([seconds])
         return float(seconds) if math.isfinite(seconds) else None
-
-
-AS_BEGUN = "as this run began"
 
 
 def arrangement_in(found: dict[str, Any]) -> Arrangement | None:
@@ -215,11 +217,8 @@ def arrangement_in(found: dict[str, Any]) -> Arrangement | None:
     return Arrangement(lanes, fuse, images) if counts and isinstance(fuse, bool) else None  # type: ignore[arg-type]
 
 
-def _workers() -> int:
-    workers = current()
-    return 1 if workers is None else workers.world_size
-
-
-def _rank() -> int:
-    workers = current()
-    return 0 if workers is None else workers.global_rank
+def _forget(place: Path) -> None:
+    """Remove the first worker's note; a cache that cannot be written has none."""
+    if is_main():
+        with contextlib.suppress(OSError):
+            place.unlink()

@@ -187,13 +187,15 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
 
 
 def _untuned(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
-    """What trains no whole cohort that could be timed without a trace."""
+    """Why the engine of a run cannot be tuned."""
     if not config.federated.chosen.tunes_engine:
         yield _idle_by_algorithm(config, "tune")
     kinds = {"compression": config.compression.kind, "aggregation": config.aggregation.kind}
     for section, kind in (kinds | {"attack": config.attack.kind}).items():
         if kind not in (PLAIN, MEAN, HONEST, "norm_bound"):
             yield Idle("tune", f"{section}.kind is {kind}", f"leave out {section}")
+    if runtime.lanes is not None and runtime.fuse is not None:
+        yield Idle("tune", "runtime.lanes and runtime.fuse are given", "leave one of them out")
     if runtime.deterministic:
         yield Idle("tune", "runtime.deterministic is true", "set runtime.deterministic to false")
 

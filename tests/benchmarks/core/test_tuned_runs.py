@@ -61,6 +61,7 @@ def test_nothing_is_timed_on_a_cpu_that_was_not_asked_for(train: Train) -> None:
         (("--config=pfl-r-17", "--privacy.noise_seed=run"), "runtime.tune"),
         (("--config=c-r-17",), "runtime.tune"),
         (("--runtime.engine=stock",), "runtime.engine is stock"),
+        (("--runtime.lanes=2", "--runtime.fuse=true"), "runtime.lanes and runtime.fuse are given"),
         (("--runtime.deterministic=true",), "runtime.deterministic is true"),
         (("--federated.algorithm=scaffold",), "federated.algorithm is scaffold"),
         (("--federated.algorithm=qffl",), "federated.algorithm is qffl"),

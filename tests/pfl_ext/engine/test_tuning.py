@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -231,6 +230,15 @@ def test_a_run_that_goes_on_elsewhere_says_nothing_of_this_processor(
     assert json.loads((tmp_path / "engine_choice.json").read_text())["device"] == "another"
 
 
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_text("no folder")
+    seconds = dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0) | {FOUR: 1.0}
+    outcome, *_ = tuned(monkeypatch, tmp_path, seconds)
+    assert (outcome["source"], outcome["images"]) == ("timed", FOUR.images)
+
+
 def test_a_gain_that_may_be_noise_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, *_ = tuned(monkeypatch, tmp_path, {OWN: 2.0, TWICE: 1.94, FOUR: 2.0, ALONE: 2.0})
     assert asdict(OWN).items() <= outcome.items()
@@ -269,11 +277,16 @@ def test_what_fails_is_no_choice(
     ("options", "kinds"), [({"fuse": False}, 0), ({"lanes": 3}, 3), ({"lanes": 3, "fuse": True}, 0)]
 )
 def test_what_was_asked_for_stays(
-    options: dict[str, Any], kinds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    kinds: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tuning, "SHORT", 0.0)
     tuner = Tuner(tmp_path, kept=tmp_path)
     Setting(SIZES, tuner=tuner).run(True, **options)
+    assert ("nothing else to try" in capsys.readouterr().err) == (kinds == 0)
     assert kinds == (0 if tuner.outcome is None else len(tuner.outcome["seconds"]) - 1)
     for choice in [] if tuner.outcome is None else tuner.outcome["seconds"]:
         assert options.items() <= choice.items()
@@ -349,12 +362,17 @@ def test_readers_grow_where_lanes_wait_and_no_further() -> None:
 
 
 def test_lanes_that_wait_at_the_same_time_are_added_up() -> None:
-    readers, both = Readers(2, most=4), threading.Barrier(2, timeout=60)
+    now = 0.0
+
+    def second() -> None:
+        nonlocal now
+        now += 1.0
+
+    readers, both = Readers(2, most=4, clock=lambda: now), threading.Barrier(2, second, timeout=60)
 
     def slow() -> Iterator[int]:
         yield 0
         both.wait()
-        time.sleep(0.05)
         yield 1
 
     def lane() -> None:
@@ -365,4 +383,4 @@ def test_lanes_that_wait_at_the_same_time_are_added_up() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert readers.after(0.99), "0.1 seconds at least"
+    assert readers.after(19.0), "2 seconds of waiting, of which one lane alone had 1"
