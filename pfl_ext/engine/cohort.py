@@ -25,13 +25,15 @@ from pfl_ext.engine.card import begin_thread, fits, has_room, ieee_float32, is_o
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.gpu_layers import GpuLayers
-from pfl_ext.engine.lane import Lane, Layout
+from pfl_ext.engine.lane import Lane
+from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.one_step import CohortSum, train_one_step
 from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Arrangement, Task, grouped, plan
 from pfl_ext.engine.pool import LanePool, as_many, keep
 from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.readers import Readers
 from pfl_ext.engine.reading import Reading
+from pfl_ext.engine.short_weights import ShortWeights
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, joined
 from pfl_ext.engine.trim import Trimmed
@@ -95,19 +97,24 @@ class CohortEngine:
         self._trimmed = trimmed = Trimmed(self.central, whole, layers)
         self._model = model = trimmed.model
         self._layout = Layout.of(model)
-        start = self._layout.gather(model)
-        trimmed.refresh()
-        net = TapedNetwork(model.backbone)
+        start, short = self._layout.gather(model), layers.autocast if isinstance(layers, GpuLayers) else None
+        self._first = ShortWeights.of(model, self._layout, start, short)
+        self._refresh()
         with ieee_float32(self._device):
-            self._fusable = self.arrangement.fuse and fusable(model, net)
+            self._fusable = self.arrangement.fuse and fusable(model, TapedNetwork(model.backbone))
         graphs, count = self._path < 1, self.arrangement.lanes if self._path < 2 else 1
-        job = model, self._layout, start, self._accumulate, self._fusable, graphs
+        job = model, self._layout, self._first, self._accumulate, self._fusable, graphs, self._path < 3
         self.lanes = as_many(partial(Lane, *job), count)
         if len(self.lanes) < count:
             self._keep_lanes(len(self.lanes))
         self.readers.most = self.on_gpu * min(self._prefetch, torch.get_num_threads() // len(self.lanes))
         self._max_images: dict[LocalTraining, int] = {}
         self._rehearsed: set[LocalTraining] = set()
+
+    def _refresh(self) -> None:
+        """Read the central weights."""
+        self._trimmed.refresh()
+        self._first.refresh()
 
     def _prepare(self, local: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done."""
@@ -216,7 +223,7 @@ class CohortEngine:
         assert scaling is None or rule.sends_update_alone, "what is added to the sum would not be scaled"
         local, begin = self._prepare(local), time.perf_counter()
         members = [member for task in tasks for member in task.members]
-        self._trimmed.refresh()
+        self._refresh()
         with ieee_float32(self._device):
             if self.on_gpu and local.form not in self._rehearsed:
                 for member in [m for m in members if m.num_images][:1]:
@@ -316,15 +323,7 @@ class CohortEngine:
         rule: Rule,
     ) -> None:
         """Train these one after another."""
-
-        def read(task: Task) -> tuple[list[Batch], list[Batch], list[int]]:
-            if task.together:
-                whole, sizes = self._reading.together(dataset, task.members, local)
-                return [whole], [], sizes
-            user = dataset.read(task.members[0])
-            once = self._reading.settled(user.once()) if rule.whole_gradient else ()
-            return list(self._reading.batches(user, local)), list(once), []
-
+        read = partial(self._reading.read, dataset, local, rule.whole_gradient)
         threads, begin = self.readers.threads, partial(begin_thread, self._device) if self.on_gpu else None
         ahead = prefetched(read, tasks, ahead=self._prefetch, threads=threads, begin=begin)
         timed = self.watch.iterator("data", self.readers.timed(ahead))
@@ -387,7 +386,7 @@ class CohortEngine:
         """One user's update, for what must see each; overwritten by the next."""
         local = self._prepare(local)
         lane = self.lanes[0]
-        self._trimmed.refresh()
+        self._refresh()
         batches = list(self._reading.batches(dataset, local))
         with ieee_float32(self._device):
             if self.on_gpu and batches and local.form not in self._rehearsed:

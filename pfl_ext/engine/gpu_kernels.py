@@ -16,8 +16,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from pfl_ext.engine.gpu_small_images import backward, forward, signal, takes
+
 TILE = 8192
 """Number of elements of a tile."""
+SUMMED = 64
+"""Channels of a program of `_over_images`, each of its steps for as many images."""
 
 
 @triton.jit
@@ -109,19 +113,6 @@ def _forward(
 
 
 @triton.jit
-def _signal(e, out, places, inside, v, m, r, w, b, RELU: tl.constexpr, ADDED: tl.constexpr):
-    """The gradient before the ReLU. The outputs, or the inputs, tell which elements the ReLU set to zero."""
-    d = tl.load(e + places, mask=inside, other=0.0).to(tl.float32)
-    if RELU:
-        if ADDED:
-            after = tl.load(out + places, mask=inside, other=0.0).to(tl.float32)
-        else:
-            after = (v - m) * r * w + b
-        d = tl.where(after <= 0, 0.0, d)
-    return tl.where(inside, d, 0.0)
-
-
-@triton.jit
 def _sums(
     x,
     e,
@@ -145,7 +136,7 @@ def _sums(
     places, inside, columns = _tile(n, chunk, P, C, BP, BC)
     _, known, m, r, w, b = _of_channels(n, columns, weight, bias, mean, rstd, C, G)
     v = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    d = _signal(e, out, places, inside, v, m, r, w, b, RELU, ADDED)
+    d = signal(e, out, places, inside, v, m, r, w, b, RELU, ADDED)
     normal = tl.where(inside, (v - m) * r, 0.0)
     to = (n * tl.num_programs(0) + chunk) * C + columns
     tl.store(shifts + to, tl.sum(d, 0), mask=known)
@@ -206,12 +197,37 @@ def _backward(
     places, inside, columns = _tile(n, chunk, P, C, BP, BC)
     group, known, m, r, w, b = _of_channels(n, columns, weight, bias, mean, rstd, C, G)
     v = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    d = _signal(e, out, places, inside, v, m, r, w, b, RELU, ADDED)
+    d = signal(e, out, places, inside, v, m, r, w, b, RELU, ADDED)
     one = tl.load(first + group, mask=known, other=0.0)[None, :]
     two = tl.load(second + group, mask=known, other=0.0)[None, :]
     tl.store(dx + places, (r * (w * d - one - (v - m) * r * two)).to(dx.dtype.element_ty), mask=inside)
     if ADDED:
         tl.store(dz + places, d.to(dz.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _over_images(first, second, total, other, N, C, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Add up two ``[N, C]`` over the images."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.arange(0, BLOCK)
+    a = tl.zeros((BLOCK,), tl.float32)
+    b = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.static_range(STEPS):
+        images = step * BLOCK + rows[:, None]
+        inside = (images < N) & (columns[None, :] < C)
+        places = images.to(tl.int64) * C + columns[None, :]
+        a += tl.sum(tl.load(first + places, mask=inside, other=0.0), 0)
+        b += tl.sum(tl.load(second + places, mask=inside, other=0.0), 0)
+    tl.store(total + columns, a, mask=columns < C)
+    tl.store(other + columns, b, mask=columns < C)
+
+
+def over_images(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of two ``[N, C]`` float32 over their rows, ``[C]`` each, in the order of the rows."""
+    n, c = first.shape
+    total, other = torch.empty_like(first[0]), torch.empty_like(second[0])
+    _over_images[(triton.cdiv(c, SUMMED),)](first, second, total, other, n, c, SUMMED, triton.cdiv(n, SUMMED))
+    return total, other
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, int, int, int]:
@@ -232,6 +248,8 @@ def group_norm(
     ``bias`` are ``[C]`` float32.
     """
     n, p, c, chunks, high, wide = _sizes(x)
+    if takes(p, c, groups):
+        return forward(x, weight, bias, groups, eps, relu, added)
     means, squares = (x.new_empty(n, chunks, c, dtype=torch.float32) for _ in range(2))
     mean, rstd = (x.new_empty(n, groups, dtype=torch.float32) for _ in range(2))
     out = torch.empty_like(x)
@@ -262,12 +280,15 @@ def group_norm_backward(
     n, p, c, chunks, high, wide = _sizes(x)
     groups, added = mean.shape[1], out is not None
     after = x if out is None else out
-    shifts, scales = (x.new_empty(n, chunks, c, dtype=torch.float32) for _ in range(2))
-    shift, scale = (x.new_empty(n, c, dtype=torch.float32) for _ in range(2))
-    first, second = torch.empty_like(mean), torch.empty_like(mean)
     dx = torch.empty_like(x)
     dz = torch.empty_like(e) if added else None
     known = x, e, after, weight, bias, mean, rstd
+    if takes(p, c, groups):
+        scale, shift = backward(*known, dx, dz, relu)
+        return dx, scale, shift, dz
+    shift, scale = (x.new_empty(n, c, dtype=torch.float32) for _ in range(2))
+    shifts, scales = (x.new_empty(n, chunks, c, dtype=torch.float32) for _ in range(2))
+    first, second = torch.empty_like(mean), torch.empty_like(mean)
     _sums[(chunks, n)](*known, shifts, scales, p, c, groups, relu, added, high, wide)
     inner = high, triton.next_power_of_2(chunks), triton.next_power_of_2(c // groups)
     _totals[(groups, n)](shifts, scales, weight, shift, scale, first, second, p, c, groups, chunks, *inner)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.joining import joined
+from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.norms import JoiningNorm
+
+if TYPE_CHECKING:
+    from pfl_ext.engine.gpu_steps import Steps
 
 
 class GroupNorm(JoiningNorm):
@@ -40,6 +45,12 @@ class GroupNorm(JoiningNorm):
         x, mean, rstd, *out = ctx.saved_tensors
         return group_norm_backward(x, _there(e), self.weight, self.bias, mean, rstd, ctx.relu, *out)
 
+    def over_images(self, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, summed over the images: ``[C]`` each."""
+        from pfl_ext.engine.gpu_kernels import over_images
+
+        return over_images(scale, shift)
+
 
 def _there(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
@@ -56,7 +67,7 @@ class GpuLayers(NamedTuple):
         It shares parameters and all other layers with ``network``, which must not be used any more.
         """
         network.to(memory_format=torch.channels_last)
-        if importlib.util.find_spec("triton") is None:
+        if not has_triton():
             return network
         for name, layer in list(network.named_modules()):
             if type(layer) is nn.GroupNorm and layer.affine:
@@ -68,3 +79,21 @@ class GpuLayers(NamedTuple):
 
 class _Nothing(nn.Module):
     """A type that no layer has, so that nothing is joined to it."""
+
+
+def steps_for(layout: Layout, are_short: Sequence[bool]) -> Steps | None:
+    """SGD steps in few launches on a GPU; None where torch's operations make them, variable by variable.
+
+    Args:
+        are_short: which variables' gradients are of a shorter type.
+    """
+    if type(layout.zeros()) is not Tensor or layout.device.type != "cuda" or not has_triton():
+        return None
+    from pfl_ext.engine.gpu_steps import Steps
+
+    return Steps(layout, are_short)
+
+
+def has_triton() -> bool:
+    """Whether there is Triton, which exists only with CUDA."""
+    return importlib.util.find_spec("triton") is not None

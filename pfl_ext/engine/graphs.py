@@ -16,7 +16,10 @@ from torch import Tensor
 from pfl_ext.engine.training import Batch, LocalTraining
 
 Step = Callable[[LocalTraining, bool, Batch], None]
-WARM_UPS = 3  # eager steps before a recording, as torch's notes on CUDA graphs ask for
+WARM_UPS = 3
+"""Steps before a lane's first recording, as torch's notes on CUDA graphs ask for."""
+ONCE = 1
+"""Steps before each further recording, in which libraries choose what they do for its sizes."""
 
 
 def padded(size: int) -> int:
@@ -85,7 +88,7 @@ class StepGraphs:
         return _Recorded(static, replay)
 
     def _capture(self, call: Callable[[], None]) -> Callable[[], None]:
-        for _ in range(WARM_UPS):
+        for _ in range(ONCE if self._recorded else WARM_UPS):
             call()
         stream = torch.cuda.current_stream(self._device)
         stream.synchronize()

@@ -9,18 +9,18 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pfl_ext.data.transfer import sent
 from pfl_ext.engine.cpu.dense import Linear, Room, gradients_into
+from pfl_ext.engine.gpu_layers import steps_for
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs
+from pfl_ext.engine.layout import Layout, trained
 from pfl_ext.engine.one_step import Sums
+from pfl_ext.engine.short_weights import ShortWeights
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients
 from pfl_ext.models.classifier import ImageClassifier
@@ -32,93 +32,39 @@ PIECE = 2**18
 """Elements of a vector that a CPU core processes at once: 1 MB of float32, which stays in its cache."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The position of each of the V variables in a vector of P numbers, and its memory format."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    shapes: tuple[torch.Size, ...]
-    strides: tuple[tuple[int, ...], ...]
-    device: torch.device
-
-    @staticmethod
-    def of(module: nn.Module) -> Layout:
-        """The layout of the parameters of ``module`` that are trained."""
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        assert named, "a network without trainable parameters"
-        return Layout(
-            tuple(name for name, _ in named),
-            tuple(p.numel() for _, p in named),
-            tuple(p.shape for _, p in named),
-            tuple(p.stride() for _, p in named),
-            named[0][1].device,
-        )
-
-    @property
-    def num_parameters(self) -> int:
-        """P, the length of a vector."""
-        return sum(self.sizes)
-
-    @cached_property
-    def owners(self) -> Tensor:
-        """``[P]``: for each number the index of its variable; computed once for all lanes."""
-        places = torch.arange(len(self.sizes), dtype=torch.int32)
-        return sent(places.repeat_interleave(torch.tensor(self.sizes)), self.device)
-
-    def zeros(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A vector ``[P]`` of zeros."""
-        return torch.zeros(self.num_parameters, dtype=dtype, device=self.device)
-
-    def gather(self, module: nn.Module) -> Tensor:
-        """Copy the trained parameters of ``module`` into one vector ``[P]``, and make them views of it."""
-        vector = self.zeros()
-        trained = (p for p in module.parameters() if p.requires_grad)
-        for parameter, view in zip(trained, self.views(vector)):
-            view.copy_(parameter.data)
-            parameter.data = view
-        return vector
-
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """The V variables as views of ``vector`` ``[P]``."""
-        assert vector.shape == (self.num_parameters,)
-        parts = torch.split(vector, list(self.sizes))
-        return [
-            part.as_strided(shape, stride, part.storage_offset())
-            for part, shape, stride in zip(parts, self.shapes, self.strides)
-        ]
-
-
 class Lane:
     """Local weights, a sum of updates, and a taped network. Lanes share the central model and only read it.
 
     Args:
-        start: the central weights ``[P]``; the parameters of ``central`` are views of it.
+        first: the central weights ``[P]``, of which the parameters of ``central`` are views, and a network
+            that computes with them.
         once: whether no layer is used twice. Then gradients need not be added up over uses, and a weight can
             be changed as soon as its gradient is known.
         graphs: whether a GPU's steps are recorded.
+        kernels: whether they may end in `gpu_steps`.
     """
 
     def __init__(
         self,
         central: ImageClassifier,
         layout: Layout,
-        start: Tensor,
+        first: ShortWeights,
         accumulate: torch.dtype,
         once: bool = False,
         graphs: bool = True,
+        kernels: bool = True,
     ) -> None:
-        self.layout, self._start, self._once = layout, start, once
+        self.layout, self._first, self._start, self._once = layout, first, first.weights, once
         self._local = layout.zeros()  # first the weights, at the end the update
         self._velocity: Tensor | None = None  # of momentum
         self._velocities: list[Tensor] = []
         self._corrections: list[Tensor] = []  # for the next user, by variable
         self.besides: dict[str, Tensor] = {}  # sum of what users send besides updates
-        self._central, self._module = central, copy.deepcopy(central)
-        self._starts, self._weights = layout.views(start), layout.views(self._local)
-        for parameter, view in zip(trained(self._module), self._weights):
-            parameter.data = view
+        self._own = ShortWeights(copy.deepcopy(central), layout, self._local, first.dtype)
+        self._central, self._module = central, self._own.module
+        self._starts, self._weights = layout.views(self._start), layout.views(self._local)
         self._rooms, self._places = self._rooms_of()
+        self._steps = steps_for(layout, first.are_short) if kernels else None
         vector = layout.zeros(accumulate)
         losses = torch.zeros(2, dtype=torch.float64, device=layout.device)
         self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [], losses)
@@ -152,6 +98,8 @@ class Lane:
             self._velocities = self.layout.views(self._velocity)
         if local.correction and not self._corrections:
             self._corrections = self.layout.views(self.layout.zeros())
+        if self._steps is not None:
+            self._steps.prepare(local)
 
     def _rate_is_read(self, local: LocalTraining) -> bool:
         """Whether steps read the learning rate from memory, so that one graph serves every round."""
@@ -258,11 +206,19 @@ class Lane:
 
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
-        module = self._central if first else self._module
-        gradients = self._gradients(module, batch, local, stepping=True)
+        used = self._first if first else self._own
+        gradients = self._gradients(used.module, batch, local, stepping=True)
         if any(room.done for room in self._places.values()):
             self._descend(gradients, local, first)
-            return
+        elif self._steps is None or not self._steps.know(local):
+            self._step_by_variable([gradient.float() for gradient in gradients], local, first)
+            self._own.refresh()
+        else:
+            rate = self._rate if self._rate_is_read(local) else None
+            velocity = self._velocity if local.momentum else None
+            self._steps.step(gradients, local, first, used.weights, self._own, velocity, rate)
+
+    def _step_by_variable(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> None:
         with torch.no_grad():
             if local.mu and not first:
                 difference = torch._foreach_sub(self._weights, self._starts)
@@ -325,10 +281,16 @@ class Lane:
                 piece = slice(first, first + length)
                 self.sums.vector[piece].add_(self._local[piece].sub_(self._start[piece]), alpha=weight)
             return
-        self._local.sub_(self._start)
-        norms = squared_norms_of(list(torch.split(self._local, list(self.layout.sizes))))
+        if self._steps is None:
+            self._local.sub_(self._start)
+            norms = squared_norms_of(list(torch.split(self._local, list(self.layout.sizes))))
+        else:
+            norms = self._steps.squared_norms(self._local, self._start)
         scales, tally = scaling.user_scales(list(self.layout.names), norms[None])
         self.sums.tally.append(tally[0])
+        if self._steps is not None:
+            self._steps.add(self._local, self._start, scales[0], weight, self.sums.vector)
+            return
         if self._stream is not None:
             wide = scales[0].float()[self._owners]
             self.sums.vector.add_(torch.where(wide == 0, 0.0, self._local * wide), alpha=weight)
@@ -346,8 +308,3 @@ class Lane:
         """The update of the user just trained, by name, as views that the next user overwrites."""
         self._local.sub_(self._start)
         return dict(zip(self.layout.names, self._weights))
-
-
-def trained(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that training changes."""
-    return [p for p in module.parameters() if p.requires_grad]

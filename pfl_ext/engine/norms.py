@@ -35,6 +35,10 @@ class JoiningNorm(nn.GroupNorm):
         """Gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of ``added``."""
         raise NotImplementedError
 
+    def over_images(self, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, summed over the images: ``[C]`` each."""
+        return scale.sum(0), shift.sum(0)
+
     def forward(self, x: Tensor, relu: bool = False, added: Tensor | None = None) -> Tensor:
         """``[N, C, H, W]``, in and out."""
         if not self.takes(x, added):
@@ -60,4 +64,4 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
         dx, scale, shift, dz = ctx.layer.gradients(ctx, e)
-        return dx, scale.sum(0), shift.sum(0), dz, None, None
+        return dx, *ctx.layer.over_images(scale, shift), dz, None, None

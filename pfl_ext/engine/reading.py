@@ -9,6 +9,7 @@ import torch
 
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.transfer import pinned
+from pfl_ext.engine.plan import Task as Work
 from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
 from pfl_ext.tasks.task import Task
 
@@ -18,6 +19,17 @@ class Reading:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
+
+    def read(
+        self, dataset: FederatedImageDataset, local: LocalTraining, once: bool, task: Work
+    ) -> tuple[list[Batch], list[Batch], list[int]]:
+        """The batches of these users' steps; if ``once``, each image once besides; `together`'s sizes."""
+        if task.together:
+            whole, sizes = self.together(dataset, task.members, local)
+            return [whole], [], sizes
+        user = dataset.read(task.members[0])
+        besides = self.settled(user.once()) if once else ()
+        return list(self.batches(user, local)), list(besides), []
 
     def batches(self, dataset: Any, local: LocalTraining) -> Iterator[Batch]:
         """The batches of a user's local training, one a step."""

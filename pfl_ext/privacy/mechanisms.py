@@ -266,11 +266,15 @@ class FlatGaussianMechanism(VectorMechanism):
         Returns factors ``[U, V]``, 0 for a refused user; norms ``[U]``; whether each was whole; and finite.
         """
         counts = layers_of(names, self._clipping)
-        layers = torch.stack([part.sum(1) for part in torch.split(squared_norms, counts, 1)], 1)  # [U, G]
+        together = len(counts) == 1  # which a GPU does in few launches
+        parts = [squared_norms] if together else torch.split(squared_norms, counts, 1)
+        layers = torch.cat([part.sum(1, keepdim=True) for part in parts], 1)  # [U, G]
         norms = layers.sqrt()
         limit = layer_limit(self.bound, len(counts))
         over, finite = norms > limit, (norms <= LARGEST).all(1)
         scales = torch.where(finite[:, None], torch.where(over, limit / norms, 1.0), 0.0)
+        if together:
+            return scales.expand(-1, counts[0]), norms[:, 0], ~over[:, 0], finite
         return (
             torch.cat([scale[:, None].expand(-1, n) for scale, n in zip(scales.unbind(1), counts)], 1),
             layers.sum(1).sqrt(),

@@ -14,9 +14,11 @@ from torch import nn
 
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, squared_norm
 from pfl_ext.engine.graphs import StepGraphs, padded
-from pfl_ext.engine.lane import Lane, Layout
+from pfl_ext.engine.lane import Lane
+from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.probe import activation_bytes, group_size
+from pfl_ext.engine.short_weights import ShortWeights
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.engine.trim import Trimmed, _cut, _same_outputs, live_taps
@@ -214,7 +216,8 @@ def test_one_variable_that_is_not_finite_refuses_its_user_and_nobody_else(
 def lane_of(task: Task = TASKS[0]) -> tuple[Lane, ImageClassifier]:
     module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, task=task)
     layout = Layout.of(module)
-    return Lane(module, layout, layout.gather(module), torch.float32), module
+    first = ShortWeights.of(module, layout, layout.gather(module), None)
+    return Lane(module, layout, first, torch.float32), module
 
 
 def lane_batch() -> Batch:
