@@ -96,6 +96,7 @@ def test_the_launcher_is_found_by_its_variables() -> None:
 def test_each_worker_takes_the_gpu_of_its_local_rank_under_both_launchers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert place(find_launch(HOROVODRUN), "auto") == "cpu"
     current_device: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
