@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.code_version import commit
+from benchmarks.core.facts import hardware
 from benchmarks.reporting.tables import print_row
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command

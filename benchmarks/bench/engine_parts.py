@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.code_version import commit
+from benchmarks.core.facts import hardware
 from benchmarks.reporting.tables import print_row
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command

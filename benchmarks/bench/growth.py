@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.code_version import commit
+from benchmarks.core.facts import hardware
 from benchmarks.reporting.tables import print_row
 from dataset.cli import OneLineParser, output_file
 from dataset.cli import run as run_command

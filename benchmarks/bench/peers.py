@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.bench.peer_work import Users, Work, plain_rounds, write
 from benchmarks.bench.rounds import Side, Sides
+from benchmarks.core.code_version import commit
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.facts import hardware
 from benchmarks.flair import bench as flair
 from benchmarks.reporting.tables import print_row
 from benchmarks.visual_classification import bench as vision

@@ -27,9 +27,10 @@ import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.postprocessor.base import Postprocessor
 
+from benchmarks.core.code_version import commit
 from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.facts import hardware
 from benchmarks.core.features import Inputs
 from benchmarks.core.federated import means, setup, training_data
 from benchmarks.reporting.plots import bench_bars

@@ -13,6 +13,7 @@ from benchmarks.compare.measures import SPLITS, Unit, in_words
 from benchmarks.compare.privacy import privacy_of
 from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, lines_of
 from benchmarks.compare.significance import CONFIDENCE, Difference, pairs
+from benchmarks.core.code_version import short_commit
 from benchmarks.core.config.trees import as_word
 from benchmarks.reporting.tables import csv_table
 from dataset.pages import Html, bullets, clean, join, table, tag, text
@@ -231,7 +232,7 @@ def _is_same(found: Sequence[Sequence[str]]) -> bool:
 
 def _short(fact: str, value: str) -> str:
     if fact == "commit":
-        return value[:12] + value[40:]
+        return short_commit(value)
     return value[:12] if fact == "data_sha256" else value
 
 

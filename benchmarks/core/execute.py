@@ -19,12 +19,13 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.centralised import train_centralised
+from benchmarks.core.code_version import commit
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.digests import experiment_digest
 from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
-from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
+from benchmarks.core.facts import dataset_facts, hardware, start_facts
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.memory import keep_freed_memory

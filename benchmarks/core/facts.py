@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,16 +51,3 @@ def hardware() -> str:
     """The processor and, if there is one, the GPU."""
     name = f"{len(os.sched_getaffinity(0))} x {processor_model()}"
     return name + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with ``+`` where tracked files differ from it; None outside git."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

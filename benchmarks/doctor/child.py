@@ -30,7 +30,7 @@ def imports(seconds: float) -> Iterator[Facts]:
         except Exception as fault:
             yield {"failed": name, "why": one_line(fault)}
             return
-    from benchmarks.core.facts import commit
+    from benchmarks.core.code_version import commit
 
     yield {"seconds": round(time.monotonic() - begin, 1), "commit": commit()}
 

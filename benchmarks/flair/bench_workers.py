@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.core.code_version import commit
 from benchmarks.core.commands import command_parser
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.facts import hardware
 from dataset.cli import run
 
 

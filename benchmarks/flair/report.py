@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.core.code_version import short_commit
 from benchmarks.core.commands import command_parser
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR
@@ -184,7 +185,7 @@ def _origin(label: str, run: RunRecord) -> dict[str, str]:
         "norm": str(results.get("norm", unknown)),
         "start probe": str(results.get("start_probe", unknown))[:12],
         "model": str(results.get("model_sha256"))[:8],
-        "commit": str(results.get("commit"))[:8],
+        "commit": short_commit(results.get("commit")),
         "seconds": f"{results['wall_clock_s']:.0f}" if "wall_clock_s" in results else "not released",
     }
 

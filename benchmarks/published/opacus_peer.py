@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.core.code_version import commit
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.facts import hardware
 from benchmarks.core.features import inputs_of
 from benchmarks.core.federated import training_data
 from benchmarks.core.ledger import calibrated

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.core import execute
-from benchmarks.core.facts import commit
+from benchmarks.core.code_version import commit
 from benchmarks.reporting import pictures, plots
 from dataset.store.probe import probe
 

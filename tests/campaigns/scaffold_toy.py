@@ -31,7 +31,8 @@ from pfl.metrics import Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.code_version import commit
+from benchmarks.core.facts import hardware
 from pfl_ext.algorithms.scaffold import Controls, Scaffold, ScaffoldParams
 
 LOSSES = {"a": (1.0, 0.0), "b": (4.0, 1.0)}

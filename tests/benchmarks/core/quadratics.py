@@ -21,11 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from benchmarks.core.code_version import commit
 from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.effects import check_training
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, build, merge
-from benchmarks.core.facts import commit, hardware
+from benchmarks.core.facts import hardware
 from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
