@@ -52,10 +52,8 @@ def main(directory: Path) -> None:
         update, *_ = Setting(SIZES, tuner=tuner).run(True)
     assert tuner.outcome is not None
     chosen = Arrangement(*(tuner.outcome[name] for name in ("lanes", "fuse", "images")))
-    torch.save(
-        {"chosen": chosen.__dict__, "source": tuner.outcome["source"], "update": update},
-        directory / f"{rank}.pt",
-    )
+    found = {"chosen": asdict(chosen), "source": tuner.outcome["source"], "update": update}
+    torch.save(found, directory / f"{rank}.pt")
 
 
 if __name__ == "__main__":
