@@ -69,6 +69,20 @@ def converter_targets(folder: Path) -> list[Target]:
             {"image": f"ISIC_{number:07d}", "target": number % 3, "center": number % 2, "fold": "train"}
         )
     write_csv(folder / "flamby" / "table.csv", rows)
+    table = []
+    for number in NUMBERS:
+        write_image(folder / "fedscale" / "train" / f"{number}.png", number)
+        kind = number % 3
+        table.append(
+            {
+                "client_id": number % 4,
+                "data_path": f"{number}.png",
+                "label_name": f"kind {kind}",
+                "label_id": kind,
+            }
+        )
+    (folder / "fedscale" / "client_data_mapping").mkdir()
+    write_csv(folder / "fedscale" / "client_data_mapping" / "train.csv", table)
     listed = "folder --images SOURCE/images --labels SOURCE/labels.csv"
     tree = next((folder / "tree").rglob("*.webp")).relative_to(folder / "tree").as_posix()
     return [
@@ -79,4 +93,10 @@ def converter_targets(folder: Path) -> list[Target]:
         target("tree", tree, "folder --images SOURCE"),
         target("hf", "train.parquet", "hf --source SOURCE --client_column writer"),
         target("flamby", "table.csv", "flamby --images SOURCE/img --labels SOURCE/table.csv", text=True),
+        target(
+            "fedscale",
+            "client_data_mapping/train.csv",
+            "fedscale --images SOURCE --labels SOURCE/client_data_mapping",
+            text=True,
+        ),
     ]
