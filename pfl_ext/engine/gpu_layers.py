@@ -87,7 +87,8 @@ def steps_for(layout: Layout, are_short: Sequence[bool]) -> Steps | None:
     Args:
         are_short: which variables' gradients are of a shorter type.
     """
-    if type(layout.zeros()) is not Tensor or layout.device.type != "cuda" or not has_triton():
+    on_gpu = layout.device.type == "cuda" and type(layout.zeros()) is Tensor  # not on one that is pretended
+    if not (on_gpu and has_triton() and 0 < layout.num_parameters < 2**31):
         return None
     from pfl_ext.engine.gpu_steps import Steps
 

@@ -76,7 +76,7 @@ def _whole_forward(
     n, places, inside, columns, groups = _block(P, C, G, BP, BC, W)
     known = columns < C
     v = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    total = (P * W).to(tl.float32)
+    total = P * W * 1.0
     centre = _by_group(tl.sum(v, 0), BC, W) / total
     v = tl.where(inside, v - _by_channel(centre, BC, W), 0.0)
     r = 1.0 / tl.sqrt(_by_group(tl.sum(v * v, 0), BC, W) / total + eps)
@@ -128,7 +128,7 @@ def _whole_backward(
     a, c = tl.sum(d, 0), tl.sum(d * normal, 0)
     tl.store(shift + n * C + columns, a, mask=known)
     tl.store(scale + n * C + columns, c, mask=known)
-    total = (P * W).to(tl.float32)
+    total = P * W * 1.0
     one = _by_channel(_by_group(a * w, BC, W) / total, BC, W)
     two = _by_channel(_by_group(c * w, BC, W) / total, BC, W)
     gradient = r * (w[None, :] * d - one - normal * two)

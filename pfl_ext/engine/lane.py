@@ -60,7 +60,7 @@ class Lane:
         self._velocities: list[Tensor] = []
         self._corrections: list[Tensor] = []  # for the next user, by variable
         self.besides: dict[str, Tensor] = {}  # sum of what users send besides updates
-        self._own = ShortWeights(copy.deepcopy(central), layout, self._local, first.dtype)
+        self._own = first.like(copy.deepcopy(central), layout, self._local)
         self._central, self._module = central, self._own.module
         self._starts, self._weights = layout.views(self._start), layout.views(self._local)
         self._rooms, self._places = self._rooms_of()
@@ -107,7 +107,7 @@ class Lane:
 
     def clear(self, scaling: ScalesUpdates | None = None) -> None:
         """Reset the sums before a round; make shared tensors in the caller's stream, for which lanes wait."""
-        if self._stream is not None and scaling is not None:
+        if self._stream is not None and self._steps is None and scaling is not None:
             self._owners = self.layout.owners
         self.sums.vector.zero_()
         self.sums.tally.clear()
@@ -199,6 +199,8 @@ class Lane:
         self._prepare(local)
         with self.working():
             self._graphs.record(self._step, local.form, local.batch_size, sample)
+            if self._steps is not None:
+                self._steps.rehearse(self.sums.vector, self._start)
         self.join()
 
     def _step(self, local: LocalTraining, first: bool, batch: Batch) -> None:
