@@ -26,7 +26,6 @@ from pfl_ext.engine.plan import Arrangement
 from pfl_ext.engine.readers import Readers
 from pfl_ext.engine.tuning import Round, Tuner
 from tests.card import REAL, card
-from tests.launching import command, run
 from tests.pfl_ext.engine.setting import Setting, distance, private, rounding_of
 from tests.pfl_ext.samplings import local_sampling
 
@@ -385,26 +384,3 @@ def test_lanes_that_wait_at_the_same_time_are_added_up() -> None:
     for thread in threads:
         thread.join()
     assert readers.after(19.0), "2 seconds of waiting, of which one lane alone had 1"
-
-
-@pytest.mark.parametrize("known", [None, 0, 1], ids=["no cache", "the first worker's", "the second worker's"])
-def test_workers_that_would_choose_differently_choose_the_same(known: int | None, tmp_path: Path) -> None:
-    """By the sum of their times, or by what the first one knows. Else a user was trained twice, or never."""
-    launch = command("torchrun", 2, "tests.pfl_ext.engine.tuning_worker", str(tmp_path))
-    run(launch)
-    if known is not None:
-        (kept,) = (tmp_path / "cache 0").iterdir()
-        other = json.loads(kept.read_text()) | asdict(Arrangement(1, False, 32))
-        kept.unlink()
-        (tmp_path / f"cache {known}").mkdir(exist_ok=True)
-        (tmp_path / f"cache {known}" / kept.name).write_text(json.dumps(other))
-        run(launch)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert first["chosen"] == second["chosen"]
-    known_to_first = known == 0
-    assert first["source"] == second["source"] == ("as timed before" if known_to_first else "timed")
-    assert first["chosen"] == asdict(
-        Arrangement(1, False, 32) if known_to_first else Arrangement(1, True, 128)
-    )
-    theirs, rounding = plainly()
-    assert distance(first["update"], theirs) <= rounding
