@@ -182,7 +182,7 @@ def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Pat
         command = [str(home / "bin" / program), *words]
         subprocess.run(command, cwd=work, env=environment, check=True, timeout=300)
     (results,) = work.glob("runs/*/results.json")
-    assert json.loads(results.read_text())["commit"] is None
+    assert json.loads(results.read_text())["commit"] == f"flair-on-pfl {PROJECT['version']}"
     stub = tmp_path / "stub" / "h5py.py"
     stub.parent.mkdir()
     stub.write_text("raise ImportError('of this test')")
