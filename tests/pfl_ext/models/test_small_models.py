@@ -58,7 +58,19 @@ def test_lenet_has_niid_benchs_layers(side: int) -> None:
         assert sum(p.numel() for p in net.parameters()) == 62_006
 
 
-@pytest.mark.parametrize("arch", ["cifar_cnn", "lenet"])
+@pytest.mark.parametrize("side", [16, 28, 32])
+def test_the_network_of_pfllib_has_its_layers(side: int) -> None:
+    net = build("fedavg_cnn", input_size=side)
+    shapes = [tuple(p.shape) for name, p in net.named_parameters() if name.endswith("weight")]
+    left = ((side - 4) // 2 - 4) // 2
+    assert shapes == [(32, 3, 5, 5), (64, 32, 5, 5), (512, 64 * left**2), (10, 512)]
+    assert net(torch.rand(2, 3, side, side)).shape == (2, 10)
+    assert side != 32 or sum(p.numel() for p in net.parameters()) == 878_538
+    with pytest.raises(ValueError, match="use at least 16"):
+        build("fedavg_cnn", input_size=15)
+
+
+@pytest.mark.parametrize("arch", ["cifar_cnn", "lenet", "fedavg_cnn"])
 def test_the_engine_takes_small_networks_apart(arch: str) -> None:
     assert CohortEngine(ImageClassifier(build(arch), input_size=32, task=SingleLabel()))._fusable
 
