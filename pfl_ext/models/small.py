@@ -96,8 +96,8 @@ def lenet(num_labels: int, input_size: int) -> nn.Sequential:
 def fedavg_cnn(num_labels: int, input_size: int) -> nn.Sequential:
     """The CNN of PFLlib (Zhang et al. 2023, arXiv 2312.04992), ``[B, 3, S, S]`` -> ``[B, K]``.
 
-    Two 5 x 5 convolutions of 32 and 64 channels without padding, each before a 2 x 2 max-pooling, then 512 and K
-    units, ReLU between; 878,538 parameters for S = 32 and K = 10.
+    Two 5 x 5 convolutions of 32 and 64 channels without padding, each before a 2 x 2 max-pooling, then 512
+    and K units, ReLU between; 878,538 parameters for S = 32 and K = 10.
     """
     side = ((input_size - 4) // 2 - 4) // 2
     if side < 1:
