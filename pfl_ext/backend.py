@@ -39,7 +39,7 @@ from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.engine.tuning import Round, Tuner
-from pfl_ext.engine_trial import Trial, few_of
+from pfl_ext.engine_trial import Trial, few_of, with_corrections
 from pfl_ext.events import no_running_loop
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
 from pfl_ext.randomness import seed32
@@ -265,9 +265,12 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         check, engine = self._check, self.engine
         assert engine is not None
         few = few_of(self._images.members(context.cohort_size)) if check is not None else []
-        if check is None or not (engine.on_gpu or check.on_cpu) or rule.correction is not None or not few:
+        if check is None or not (engine.on_gpu or check.on_cpu) or not few:
             return True
         self._check = None
+        if rule.correction is not None:
+            user, rate = self._images.read(few[0]), local.learning_rate
+            algorithm, rule = with_corrections(algorithm, rule, model, context, user, rate)
         together = self._only_norms_matter()
         trial = Trial(
             engine=engine,

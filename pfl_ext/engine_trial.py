@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,7 +22,7 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import PATHS, SelfCheck, fingerprint
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.privacy.central import ScalesUpdates
-from pfl_ext.rules import Rule
+from pfl_ext.rules import Rule, UserRule
 
 Sent = dict[str, Tensor]
 """What users send, by variable."""
@@ -39,6 +41,46 @@ def added_up(each: Iterable[Sent]) -> Sent:
     for sent in each:
         total = {name: total[name] + t if total else t.clone() for name, t in sent.items()}
     return total
+
+
+class Corrected(Rule):
+    """A rule with made-up corrections in the place of its own, which a trial must not renew.
+
+    Each user's is another multiple of one update, which is 0 where no image has an effect.
+    """
+
+    def __init__(self, rule: Rule, update: Sent, learning_rate: float) -> None:
+        super().__init__()
+        self.correction, self.corrects_all = rule.correction, rule.corrects_all
+        self._step = {name: t / learning_rate for name, t in update.items()}
+
+    def user(self, user_id: str | None) -> UserRule:
+        """One user's correction."""
+        factor = 0.1 + 0.4 * zlib.crc32(str(user_id).encode()) / 2**32
+        return _CorrectedUser({name: factor * t for name, t in self._step.items()})
+
+
+@dataclass(frozen=True)
+class _CorrectedUser:
+    correction: Sent
+
+    def finish(self, update: Mapping[str, Tensor], num_steps: int, gradient: object) -> Mapping[str, Tensor]:
+        return {}
+
+
+def with_corrections(
+    algorithm: Any, rule: Rule, model: PyTorchModel, context: CentralContext[Any, Any], user: Any, rate: float
+) -> tuple[Any, Rule]:
+    """The algorithm and its rule as a trial has them, with `Corrected` by this user's update at this rate."""
+
+    def ruled(rule: Rule) -> Any:
+        other = copy.copy(algorithm)
+        other.rule = lambda *_: rule
+        return other
+
+    stats, _ = ruled(Rule()).simulate_one_user(model, user, context)
+    rule = Corrected(rule, {name: stats[name].clone() for name in model.variable_map}, rate)
+    return ruled(rule), rule
 
 
 @dataclass(frozen=True, kw_only=True)

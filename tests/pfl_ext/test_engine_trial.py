@@ -253,6 +253,55 @@ def test_a_gpu_that_refuses_all_further_work_ends_the_process(
     assert "start the same command again" in capsys.readouterr().err
 
 
+def uncorrected(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lane, "correct", lambda *_: None)
+
+
+def anothers_correction(patch: pytest.MonkeyPatch) -> None:
+    """Each user but the first gets the correction of the one before."""
+    real, before = Lane.correct, dict[Lane, Any]()
+
+    def correct(self: Lane, corrections: Any, local: Any) -> None:
+        real(self, before.get(self, corrections), local)
+        before[self] = corrections
+
+    patch.setattr(Lane, "correct", correct)
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "path"),
+    [
+        ("gradient", None, 0),
+        ("step", None, 0),
+        ("gradient", not_a_number, 1),
+        ("step", uncorrected, len(PATHS)),
+        ("gradient", anothers_correction, len(PATHS)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_corrections_are_compared_and_no_control_variate_is_renewed(
+    place: Any,
+    fault: Callable[[pytest.MonkeyPatch], None] | None,
+    path: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SCAFFOLD's rounds are then those of pfl's loop."""
+
+    def setting() -> Setting:
+        return Setting([3, 1, 9, 2, 5, 4], scaffold=("II", place), rounds=2)
+
+    with card():
+        theirs = {n: plain(t) for n, t in setting().run(False)[0].items()}
+    if fault is not None:
+        fault(monkeypatch)
+    check = checked(tmp_path)
+    ours = run(setting(), check)
+    assert check.outcome is not None
+    assert check.outcome["path"] == path
+    assert distance(ours, theirs) <= check.outcome["limit"]
+
+
 def test_users_trained_one_by_one_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for fault, path in ((None, 0), (stale, 1)):
         if fault is not None:
