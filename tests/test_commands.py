@@ -81,7 +81,8 @@ def read(module: str, words: Sequence[str], patch: pytest.MonkeyPatch) -> None:
         assert find_spec(module)
     elif module not in ELSEWHERE:
         patch.setattr(sys, "argv", [module, *words])
-        with contextlib.suppress(Read), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        with contextlib.suppress(Read), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

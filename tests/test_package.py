@@ -99,6 +99,7 @@ def test_extras_have_what_a_checkout_tests_with_and_what_builds_horovod() -> Non
     assert set(OF_EXTRA["horovod"]) == {CMAKE, *BUILDING, *RUNTIME}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the lock file is for Python 3.11 and 3.12")
 def test_the_lock_file_has_every_pin_with_hashes_and_installs_without_resolving() -> None:
     """``make lock`` writes it; ``make setup`` installs from it, and fails where a hash differs."""
     text = re.sub(r"(?m)^ *#.*\n", "", (ROOT / "requirements.lock").read_text())

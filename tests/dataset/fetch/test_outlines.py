@@ -52,7 +52,8 @@ def test_polygons_are_filled_as_pycocotools_fills_them(seed: int) -> None:
     polygons = [
         (rng.random((n, 2)) * SIZE).round(2).ravel().tolist() for n in rng.integers(3, 9, rng.integers(1, 4))
     ]
-    with warnings.catch_warnings(action="ignore"):  # pycocotools knows no numpy 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pycocotools knows no numpy 2
         expected = coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(polygons, height, width)))
     assert np.array_equal(filled(polygons), expected.astype(bool))
 

@@ -201,7 +201,7 @@ def test_nothing_in_the_place_of_an_element_is_refused_however_deep(tmp_path: Pa
         if box == {}:
             assert [len(batch.table) for batch in made.records(0)] == [2]
             continue
-        with pytest.raises(ValueError, match=r"train\.parquet has empty entries in objects"):
+        with pytest.raises(ValueError, match=r"train\.parquet (has empty entries in objects|cannot be read)"):
             list(made.records(0))
 
 
