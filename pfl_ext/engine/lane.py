@@ -193,12 +193,11 @@ class Lane:
             return list(torch.autograd.grad(loss, trained(module)))
 
     def rehearse(self, local: LocalTraining, sample: Batch) -> None:
-        """Record a GPU's graphs. No other lane may work meanwhile."""
-        if self._graphs is None:
-            return
+        """Record a GPU's graphs, and launch what is not in them. No other lane may work meanwhile."""
         self._prepare(local)
         with self.working():
-            self._graphs.record(self._step, local.form, local.batch_size, sample)
+            if self._graphs is not None:
+                self._graphs.record(self._step, local.form, local.batch_size, sample)
             if self._steps is not None:
                 self._steps.rehearse(self.sums.vector, self._start)
         self.join()
