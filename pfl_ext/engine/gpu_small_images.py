@@ -144,13 +144,8 @@ def _small(p: int, c: int, groups: int) -> dict[str, int] | None:
     if wide & (wide - 1) or most < max(wide, min(NARROW, c)):
         return None
     channels = min(max(wide, NARROW, min(2 * NARROW, most)), max(wide, triton.next_power_of_2(c)))
-    size = high * channels
-    return {
-        "BP": high,
-        "BC": channels,
-        "W": wide,
-        "num_warps": 4 if size <= 4096 else 8 if size <= 8192 else 16,
-    }
+    warps = min(max(high * channels // 1024, 4), 16)
+    return {"BP": high, "BC": channels, "W": wide, "num_warps": warps}
 
 
 def takes(p: int, c: int, groups: int) -> bool:
