@@ -14,16 +14,12 @@ are. After the last round of a pass all users have the global network. Further p
 with communication, so ``federated.num_rounds`` is any multiple of the number of layers.
 
 The matching is the paper's BBP-MAP, that of PFNM (Yurochkin et al. 2019, "Bayesian Nonparametric Federated
-Learning of Neural Networks", arXiv 1905.12022), with one difference: **no global neuron is added, and a layer
-keeps its width**, where the paper lets VGG-9 grow by a tenth. So each global neuron has one neuron of every
-user. Let S_i be the sum of the m neurons at global neuron i, s^2 and s0^2 the variances of neurons and of
-their prior with mean 0, and J the number of users. User neuron v at global neuron i costs
-
-    -|v / s^2 + S_i / s^2|^2 / (1 / s0^2 + (m + 1) / s^2) + |S_i / s^2|^2 / (1 / s0^2 + m / s^2)
-    - 2 log(m / (J - m)),
-
-and m is the same for all i. So only the term in ``S_i . v``, which has a negative factor, depends on the
-places. The variances and the process's gamma then have no effect, and are no options.
+Learning of Neural Networks", arXiv 1905.12022). It may find neurons that only some users have. They become
+further global neurons, with the mean of the users that have them. In the paper the network grows. Here it
+has its final shape from the start, of which ``room`` is empty at first: these neurons have weights of 0,
+in and out, which training leaves at 0. So ``room 0.1`` with vgg9 begins with nine tenths of each hidden layer
+and grows to at most the whole. With ``room 0`` all global neurons have a neuron of every user, and the
+process's sigma, sigma0 and gamma have no effect.
 
 Each user has a network of its own, so the users of the first cohort stay from the first round to the last.
 Set ``federated.cohort_size`` to the number of users for all of them. Between two rounds the scored model has
@@ -38,20 +34,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.matching import Layer, layers_of, matched, mean, neurons, reordered
+from pfl_ext.algorithms.matching import (
+    Belief,
+    alive,
+    by_neuron,
+    first_neurons,
+    layers_of,
+    matched,
+    mean,
+    neurons,
+    reordered,
+)
 from pfl_ext.configs import STRICT
 from pfl_ext.models.memory import physical_memory
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
@@ -67,6 +73,19 @@ class FedMAOptions:
 
     passes: Annotated[int, Field(ge=0)] = 5
     """Most times that all users' neurons are matched again, after the first matching of each."""
+    room: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each hidden layer that is empty at first, for neurons that only some users have."""
+    sigma: PositiveFloat = Belief.sigma
+    """Standard deviation of users' weights around those of their global neuron."""
+    sigma0: PositiveFloat = Belief.sigma0
+    """Standard deviation of the global neurons' weights, whose mean is 0."""
+    gamma: PositiveFloat = Belief.gamma
+    """Mass of the Beta-Bernoulli process: the larger, the more neurons that only some users have."""
+
+    @property
+    def belief(self) -> Belief:
+        """The process that users' neurons are taken to come from."""
+        return Belief(self.sigma, self.sigma0, self.gamma)
 
 
 class Networks(NamedTuple):
@@ -96,11 +115,18 @@ class FedMA(Algorithm[Networks]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks with other layers, incomplete passes, and networks that do not fit in memory.
+        """Refuse idle options, other layers, incomplete passes, and networks that do not fit in memory.
 
         Raises:
             ValueError: one line with the reason.
         """
+        options: FedMAOptions = setup.options
+        for field in fields(Belief):
+            if not options.room and getattr(options, field.name) != field.default:
+                raise ValueError(
+                    f"federated.options.{field.name} has no effect where no neuron can be added: remove "
+                    "it, or set federated.options.room"
+                )
         layers = len(layers_of(setup.module.backbone, BACKBONE))
         if setup.num_rounds % layers:
             nearest = max(1, round(setup.num_rounds / layers)) * layers
@@ -117,24 +143,33 @@ class FedMA(Algorithm[Networks]):
             )
 
     def init(self, seed: int) -> Networks:
-        """The state before the first round, in which all users have the run's network."""
-        return Networks([self.clients.weights() for _ in self.users])
+        """The state before the first round: all users have the run's network, less the room in it."""
+        options: FedMAOptions = self.means.options
+        first = self.clients.weights()
+        for layer, following in pairwise(self.layers):
+            there = layer.neurons - int(options.room * layer.neurons)
+            first = first_neurons(first, layer, following, there)
+        return Networks([dict(first) for _ in self.users])
 
     def round(self, state: Networks, number: int) -> tuple[Networks, dict[str, Any]]:
         """Train all users' layers from layer n on, and combine layer n on the server."""
         place = number % len(self.layers)
         trained, line = self._trained(state.users, place, number)
-        layer = self.layers[place]
+        layer, alike = self.layers[place], np.array(self._shares())[:, None]  # [J, 1]
+        moved = 0
         if place + 1 < len(self.layers):
-            found = matched([neurons(own, layer) for own in trained], self.means.options.passes)
+            users = [neurons(own, layer) for own in trained]
+            found = matched(users, self.means.options.passes, self.means.options.belief)
             following = self.layers[place + 1]
             trained = [reordered(own, layer, following, places) for own, places in zip(trained, found)]
             moved = sum(int((places != np.arange(layer.neurons)).sum()) for places in found)
-            line |= {"layer": place, "moved": moved}
-            together = {name: self._mean(trained, name) for name in layer.variables}
+            weights = alike * np.stack([alive(own[places]) for own, places in zip(users, found)])  # [J, N]
         else:
-            together = self._last(trained, layer, number)
-            line |= {"layer": place, "moved": 0}
+            weights = np.stack([self._labels(int(user), layer.neurons, number) for user in self.users])
+        total = weights.sum(0)
+        weights = np.where(total > 0, weights / np.where(total > 0, total, 1), alike)
+        together = {name: by_neuron([own[name] for own in trained], weights) for name in layer.variables}
+        line |= {"layer": place, "moved": moved, "neurons": int(alive(neurons(together, layer)).sum())}
         return Networks([{**own, **{n: t.clone() for n, t in together.items()}} for own in trained]), line
 
     def _trained(self, users: list[Weights], place: int, number: int) -> tuple[list[Weights], dict[str, Any]]:
@@ -184,19 +219,6 @@ class FedMA(Algorithm[Networks]):
     def _mean(self, users: list[Weights], name: str) -> Tensor:
         return mean([own[name] for own in users], self._shares())
 
-    def _last(self, users: list[Weights], layer: Layer, number: int) -> Weights:
-        """The last layer, class by class."""
-        counts = np.stack([self._labels(int(user), layer.neurons, number) for user in self.users])
-        total = counts.sum(0)
-        alike = np.array(self._shares())[:, None]
-        shares = torch.from_numpy(np.where(total > 0, counts / np.maximum(total, 1), alike))  # [J, K]
-        together = {}
-        for name in layer.variables:
-            rows = torch.stack([own[name].double().cpu() for own in users])  # [J, K, ...]
-            mixed = (rows * shares.view(*shares.shape, *[1] * (rows.ndim - 2))).sum(0)
-            together[name] = mixed.to(users[0][name])
-        return together
-
     def _labels(self, user: int, classes: int, number: int) -> np.ndarray[Any, Any]:
         """How many of a user's images in this round have each class, ``[K]``."""
         self.means.users.set_round(number)
@@ -222,10 +244,15 @@ class FedMA(Algorithm[Networks]):
             ]
         )
 
+    def findings(self, state: Networks) -> dict[str, Any]:
+        """The number of neurons of each hidden layer of the model."""
+        model = {name: self._mean(state.users, name) for name in state.users[0]}
+        return {"neurons": [int(alive(neurons(model, layer)).sum()) for layer in self.layers[:-1]]}
+
     def bytes(self, state: Networks) -> Traffic:
         """The mean over the rounds of a pass. Each layer goes up once and comes down once, with its neurons'
         places; the class counts go up with the last layer. The first network, which comes down once in the
-        run, is added.
+        run, is added. Empty neurons count as others do.
         """
         size, rounds, total = trained_bytes(self.means.module), len(self.layers), self.means.num_rounds
         places = NUMBER * sum(layer.neurons for layer in self.layers[:-1])

@@ -11,10 +11,12 @@ layer has for each input.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
@@ -24,6 +26,7 @@ from pfl_ext.models.dropout import KeyedDropout
 BETWEEN = (nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Identity, KeyedDropout)
 """Modules that may stand between two layers, since they treat all channels, or all units, in the same way."""
 Places = npt.NDArray[np.int64]
+Neurons = npt.NDArray[np.float64]
 
 
 class Layer(NamedTuple):
@@ -51,7 +54,8 @@ def layers_of(network: nn.Module, prefix: str) -> list[Layer]:
     """
     refusal = (
         "fedma matches the neurons of plain networks, without norms, branches or frozen layers, which end in "
-        "a linear layer: set model.arch to lenet, simple_cnn, cifar_cnn or vgg9, and model.trained to all"
+        "a linear layer: set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and model.trained "
+        "to all"
     )
     if not isinstance(network, nn.Sequential):
         raise ValueError(refusal)
@@ -72,7 +76,7 @@ def layers_of(network: nn.Module, prefix: str) -> list[Layer]:
     return found
 
 
-def neurons(weights: Weights, layer: Layer) -> npt.NDArray[np.float64]:
+def neurons(weights: Weights, layer: Layer) -> Neurons:
     """``[N, D]``: each neuron's incoming weights, then its bias."""
     parts = [weights[name].detach().double().cpu().numpy() for name in layer.variables]
     return np.concatenate([part.reshape(layer.neurons, -1) for part in parts], 1)
@@ -90,43 +94,115 @@ def reordered(weights: Weights, layer: Layer, following: Layer, places: Places) 
     return changed
 
 
-def matched(users: Sequence[npt.NDArray[np.float64]], passes: int) -> list[Places]:
+def first_neurons(weights: Weights, layer: Layer, following: Layer, count: int) -> Weights:
+    """The network with the layer's first ``count`` neurons; the others have weights of 0, in and out.
+
+    With ReLU such an empty neuron has no gradient, so it stays empty.
+    """
+    changed = dict(weights)
+    for name in layer.variables:
+        changed[name] = weights[name].clone()
+        changed[name][count:] = 0
+    name = following.variables[0]
+    weight = weights[name]
+    inputs = weight.reshape(len(weight), layer.neurons, following.per_input).clone()
+    inputs[:, count:] = 0
+    changed[name] = inputs.reshape(weight.shape)
+    return changed
+
+
+def alive(own: Neurons) -> npt.NDArray[np.bool_]:
+    """``[N]``: which neurons are not empty, that is, have a number that is not 0."""
+    return np.asarray((own != 0).any(1))
+
+
+@dataclass(frozen=True)
+class Belief:
+    """The Beta-Bernoulli process that users' neurons are taken to come from."""
+
+    sigma: float = 1.0
+    """Standard deviation of users' weights around those of their global neuron."""
+    sigma0: float = 1.0
+    """Standard deviation of the global neurons' weights, whose mean is 0."""
+    gamma: float = 1.0
+    """Mass of the process: the larger, the more neurons that only some users have."""
+
+
+def matched(users: Sequence[Neurons], passes: int, belief: Belief) -> list[Places]:
     """For each user, which of its neurons is global neuron i, as places ``[N]``.
 
-    The first user's order is the start. Each further user is matched to the sums S_i of the neurons that the
-    users before it have at place i: the Hungarian method maximises the sum over i of ``S_i . v_place(i)``.
-    Then each user is taken out and matched again, at most ``passes`` times or until nothing changes. The sum
-    of squared norms of all S_i never falls.
+    The first user's order is the start. Each further user is matched to the neurons of the users before it.
+    Then each user is taken out and matched again, at most ``passes`` times or until nothing changes. Each
+    time the Hungarian method finds the most likely places, given those of the other users (`_gains`).
+    A user's empty neurons take the places that are left.
 
     Args:
         users: each user's neurons, ``[N, D]``.
         passes: most times that all users are matched again.
     """
-    size = len(users[0])
-    found = [np.arange(size)]
-    total = users[0].copy()
-    for own in users[1:]:
-        found.append(_assigned(total, own))
-        total += own[found[-1]]
+    found = [np.arange(len(own)) for own in users]
+    if len(users) == 1:
+        return found
+    total, holders = users[0].copy(), alive(users[0]).astype(np.int64)
+
+    def place(user: int) -> None:
+        own = users[user]
+        gains = _gains(total, holders, own, len(users), belief)
+        found[user] = np.asarray(linear_sum_assignment(gains, maximize=True)[1], np.int64)
+        count(user, 1)
+
+    def count(user: int, sign: int) -> None:
+        own = users[user][found[user]]
+        total[:] += sign * own
+        holders[:] += sign * alive(own)
+
+    for user in range(1, len(users)):
+        place(user)
     for _ in range(passes):
-        changed = False
-        for user, own in enumerate(users):
-            total -= own[found[user]]
-            places = _assigned(total, own)
-            total += own[places]
-            changed |= bool((places != found[user]).any())
-            found[user] = places
-        if not changed:
+        before = [places.copy() for places in found]
+        for user in range(len(users)):
+            count(user, -1)
+            place(user)
+        if all((places == old).all() for places, old in zip(found, before)):
             break
     return found
 
 
-def _assigned(total: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> Places:
-    _, places = linear_sum_assignment(total @ own.T, maximize=True)
-    return np.asarray(places, np.int64)
+def _gains(
+    total: Neurons, holders: Places, own: Neurons, num_users: int, belief: Belief
+) -> npt.NDArray[np.float64]:
+    """``[N, N]``: twice the logarithm of how likely neuron v is at place i, up to a constant for each v.
+
+    m_i of the J users have a neuron at place i, and these add up to S_i. With r = sigma^2 / sigma0^2 it is
+
+        (|S_i + v|^2 / (r + m_i + 1) - |S_i|^2 / (r + m_i)) / sigma^2 + 2 log p,
+
+    where p is m_i / (J - m_i), or gamma / (J j) for the j-th place that no user has. An empty neuron has 0
+    at every place.
+
+    Args:
+        total: S, ``[N, D]``.
+        holders: m, ``[N]``.
+        own: the user's neurons v, ``[N, D]``.
+        num_users: J, with this user.
+    """
+    variance, ratio = belief.sigma**2, (belief.sigma / belief.sigma0) ** 2
+    taken, size = holders > 0, (total**2).sum(1)
+    together = size[:, None] + 2 * total @ own.T + (own**2).sum(1)
+    fits = together / (ratio + holders + 1)[:, None] - (size / (ratio + holders))[:, None]
+    new = belief.gamma / num_users / np.maximum(np.cumsum(~taken), 1)
+    odds = np.where(taken, holders / (num_users - holders), new)
+    return np.where(alive(own), fits / variance + 2 * np.log(odds)[:, None], 0.0)
 
 
 def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """The weighted mean, computed in float64; ``shares`` add up to 1."""
     total = sum((share * tensor.double() for share, tensor in zip(shares, tensors)), tensors[0].double() * 0)
     return total.to(tensors[0].dtype)
+
+
+def by_neuron(tensors: Sequence[Tensor], shares: npt.NDArray[np.float64]) -> Tensor:
+    """The mean of users' tensors ``[N, ...]`` whose weights ``[J, N]`` are each neuron's own."""
+    rows = torch.stack([tensor.double().cpu() for tensor in tensors])  # [J, N, ...]
+    weights = torch.from_numpy(shares).view(*shares.shape, *[1] * (rows.ndim - 2))
+    return (rows * weights).sum(0).to(tensors[0])

@@ -18,7 +18,7 @@ from dataset.cli import run as run_command
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.fedma import FedMA, Networks
-from pfl_ext.algorithms.matching import reordered
+from pfl_ext.algorithms.matching import alive, neurons, reordered
 from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.sparing import sparingly
@@ -99,27 +99,37 @@ def test_users_train_the_layers_from_one_on(
 def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, kept = FedMA._last, {}
+    real, trained = FedMA.round, FedMA._trained
+    kept: dict[str, int] = {}
+    sent: list[Weights] = []
 
-    def noted(self: FedMA, users: list[Weights], layer: Any, number: int) -> Weights:
-        self.means.users.set_round(number)
+    def noted(self: FedMA, users: list[Weights], place: int, number: int) -> Any:
+        found, line = trained(self, users, place, number)
+        sent[:] = found
+        return found, line
+
+    def compared(self: FedMA, state: Networks, number: int) -> Any:
+        found = real(self, state, number)
+        layer = self.layers[number % 5]
+        if layer is not self.layers[-1]:
+            return found
         counts = []
         for user in self.users:
             rows = self.means.users.partition.rows_of(int(user))
             counts.append((np.asarray(self.means.users._store.targets(rows)) > 0).sum(0))
-        found = real(self, users, layer, number)
         images = [len(self.means.users.partition.rows_of(int(user))) for user in self.users]
         for name in layer.variables:
             for k in range(layer.neurons):
                 weights = [int(c[k]) for c in counts]
                 weights = weights if sum(weights) else images
-                parts = [w * own[name][k].double() / sum(weights) for w, own in zip(weights, users)]
+                parts = [w * own[name][k].double() / sum(weights) for w, own in zip(weights, sent)]
                 expected = torch.stack(parts).sum(0)
-                torch.testing.assert_close(found[name][k], expected.float(), rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(found[0].users[1][name][k], expected.float(), rtol=1e-5, atol=1e-7)
         kept["classes"] = sum(sum(int(c[k]) for c in counts) > 0 for k in range(layer.neurons))
         return found
 
-    monkeypatch.setattr(FedMA, "_last", noted)
+    monkeypatch.setattr(FedMA, "_trained", noted)
+    monkeypatch.setattr(FedMA, "round", compared)
     directory = train(*FEDMA, "--runtime.checkpoint_every=5", "--local.max_images=none")
     assert kept["classes"] > 3
     tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
@@ -151,6 +161,42 @@ def test_two_workers_have_the_model_of_one(mini_file: Path, tmp_path: Path) -> N
         torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
 
 
+def test_layers_grow_by_neurons_that_only_some_users_have(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty neurons stay empty in training, and a new one has the mean of the users that have it."""
+    real, new, only = FedMA.round, [], []
+
+    def compared(self: FedMA, state: Networks, number: int) -> Any:
+        place = number % 5
+        layer = self.layers[place]
+        before = [alive(neurons(own, layer)) for own in state.users]
+        assert number or [int(a.sum()) for a in before] == [5] * 4
+        trained, _ = FedMA._trained(self, state.users, place, number)
+        for own, was in zip(trained, before):
+            assert np.array_equal(alive(neurons(own, layer)), was)
+        found, line = real(self, state, number)
+        if place < 4:
+            rows = [neurons(own, layer) for own in trained]
+            together = neurons(found.users[0], layer)
+            counts = [int(alive(r).sum()) for r in rows]
+            assert max(counts) <= line["neurons"] == int(alive(together).sum()) <= sum(counts)
+            new.append(line["neurons"] - max(counts))
+            of_one = [v for r in rows for v in r[alive(r)] if np.isclose(together, v).all(1).any()]
+            only.append(len(of_one))
+        return found, line
+
+    monkeypatch.setattr(FedMA, "round", compared)
+    options = ("--federated.options.room=0.25", "--federated.options.gamma=1e4", "--federated.num_rounds=10")
+    directory = train(*FEDMA, *options, "--local.learning_rate=0.1", "--federated.weighting=users")
+    assert new[0] > 0
+    assert only[0] > 0
+    grown = [line["neurons"] for line in lines(directory)[:10]]
+    assert grown[:4] <= grown[5:9]
+    assert results(directory)["neurons"] == grown[5:9]
+    assert all(count <= most for count, most in zip(grown, (6, 16, 120, 84, 17) * 2))
+
+
 def test_what_is_sent_is_counted(train: Train) -> None:
     found = results(train(*FEDMA))
     size = 4 * found["trainable_parameters"]
@@ -165,14 +211,19 @@ def test_what_is_sent_is_counted(train: Train) -> None:
         (["--model.arch=resnet18", "--model.input_size=16"], "plain networks, without norms, branches or fr"),
         (
             ["--model.trained=head"],
-            "set model.arch to lenet, simple_cnn, cifar_cnn or vgg9, and model.trained",
+            "set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and model.trained",
         ),
         (["--model.bottleneck=8"], "fedma matches the neurons of plain networks"),
         (["--evaluation.best_by=loss"], "has no model of all users before its last round: set it to last"),
         (["--server.optimizer=sgd"], "--server.optimizer has no effect where federated.algorithm is fedma"),
         (["--federated.replacement=true"], "draw cohorts without replacement, set federated.replacement"),
         (["--federated.options.passes=-1"], "federated.options.passes is '-1': "),
-        (["--federated.options.growth=2"], "growth is no option of fedma, which has passes: remove it"),
+        (["--federated.options.growth=2"], "growth is no option of fedma, which has passes, room, sigma, si"),
+        (["--federated.options.room=1"], "federated.options.room is '1': "),
+        (
+            ["--federated.options.gamma=2"],
+            "federated.options.gamma has no effect where no neuron can be added",
+        ),
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = fedma ("),
         (
             ["--federated.weighting=users", "--local_privacy.epsilon=4"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -11,10 +12,20 @@ import torch
 from torch import nn
 
 from pfl_ext.algorithms.clients import Weights
-from pfl_ext.algorithms.matching import layers_of, matched, mean, neurons, reordered
+from pfl_ext.algorithms.matching import (
+    Belief,
+    Neurons,
+    Places,
+    alive,
+    layers_of,
+    matched,
+    mean,
+    neurons,
+    reordered,
+)
 from pfl_ext.models.small import NETWORKS
 
-PLAIN = ("lenet", "simple_cnn", "cifar_cnn", "vgg9")
+PLAIN = ("lenet", "fedavg_cnn", "simple_cnn", "cifar_cnn", "vgg9")
 
 
 def network(name: str) -> nn.Sequential:
@@ -55,7 +66,7 @@ def test_reordered_copies_are_matched_back_exactly_in_all_layers(name: str) -> N
     users = [weights_of(module), shuffled(module, 1), shuffled(module, 2)]
     layers = layers_of(module, "")
     for layer, following in pairwise(layers):
-        found = matched([neurons(own, layer) for own in users], 0)
+        found = matched([neurons(own, layer) for own in users], 0, Belief())
         users = [reordered(own, layer, following, places) for own, places in zip(users, found)]
         for own in users[1:]:
             assert all(torch.equal(own[key], users[0][key]) for key in layer.variables)
@@ -68,7 +79,7 @@ def test_two_users_are_matched_as_the_best_of_all_orders() -> None:
     rng = np.random.default_rng(0)
     for _ in range(10):
         one, other = rng.normal(size=(2, 5, 4))
-        kept, places = matched([one, other], 0)
+        kept, places = matched([one, other], 0, Belief())
         assert kept.tolist() == list(range(5))
         best = min(permutations(range(5)), key=lambda order: ((one - other[list(order)]) ** 2).sum())
         assert places.tolist() == list(best)
@@ -82,7 +93,9 @@ def test_matching_again_never_makes_it_worse_and_can_make_it_better() -> None:
         def norm(
             passes: int, users: list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = users
         ) -> float:
-            total = np.sum([own[places] for own, places in zip(users, matched(users, passes))], axis=0)
+            total = np.sum(
+                [own[places] for own, places in zip(users, matched(users, passes, Belief()))], axis=0
+            )
             return float((total**2).sum())
 
         found = [norm(passes) for passes in (0, 1, 2, 50)]
@@ -105,3 +118,59 @@ def test_matching_again_never_makes_it_worse_and_can_make_it_better() -> None:
 def test_other_networks_are_refused(module: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"^fedma matches the neurons of plain networks, without norms,"):
         layers_of(module, "")
+
+
+def _posterior(users: list[Neurons], found: list[Places], belief: Belief) -> float:
+    """Log of the joint density of the users' neurons at these places and of the most likely global neurons,
+    with the Indian buffet's prior of which user has which, up to a constant. The last user has k neurons that
+    no other has, which by Yurochkin et al. 2019 cost log k!."""
+    count = len(users)
+    placed = np.stack([own[places] for own, places in zip(users, found)])  # [J, N, D]
+    holders = np.stack([alive(own) for own in placed]).sum(0)
+    log = 0.0
+    for i, m in enumerate(holders):
+        if m == 0:
+            continue
+        values = placed[:, i][alive(placed[:, i])]  # [m, D]
+        center = values.sum(0) / (m + (belief.sigma / belief.sigma0) ** 2)
+        log -= ((values - center) ** 2).sum() / (2 * belief.sigma**2)
+        log -= (center**2).sum() / (2 * belief.sigma0**2)
+        log += math.log(belief.gamma / count)
+        log += math.lgamma(m) + math.lgamma(count - m + 1) - math.lgamma(count)
+    return log - math.lgamma(int(((holders == 1) & alive(placed[-1])).sum()) + 1)
+
+
+def test_a_user_is_placed_as_the_most_likely_of_all_ways() -> None:
+    """Two users with two neurons each, in layers of four: all ways of sharing neurons, by enumeration."""
+    rng, shared = np.random.default_rng(2), set()
+    for case in range(30):
+        users = [np.concatenate([rng.normal(size=(2, 3)) * 2, np.zeros((2, 3))]) for _ in range(2)]
+        near = case % 3  # so many of the second user's are near those of the first, in the other order
+        users[1][:near] = users[0][:2][::-1][:near] + 0.5 * rng.normal(size=(near, 3))
+        belief = Belief(sigma=0.7, sigma0=1.5, gamma=3.0)
+        found = matched(users, 0, belief)
+        ways = [[np.arange(4), np.array(way)] for way in permutations(range(4))]
+        best = max(_posterior(users, way, belief) for way in ways)
+        assert _posterior(users, found, belief) == pytest.approx(best, rel=1e-12)
+        shared.add(int((alive(users[0]) & alive(users[1][found[1]])).sum()))
+    assert shared == {0, 1, 2}
+
+
+def test_neurons_that_one_user_has_become_further_ones() -> None:
+    """Three users share three of four neurons; the fourth of the last is unlike all others."""
+    rng = np.random.default_rng(3)
+    common = rng.normal(size=(4, 20))
+    users = []
+    for user in range(3):
+        own = np.zeros((6, 20))
+        order = rng.permutation(4)
+        own[:4] = common[order] + 0.01 * rng.normal(size=(4, 20))
+        users.append(own)
+        if user == 2:
+            own[list(order).index(1)] = rng.normal(size=20)
+    found = matched(users, 5, Belief(sigma=0.1))
+    holders = np.stack([alive(own[places]) for own, places in zip(users, found)])
+    assert sorted(holders.sum(0)) == [0, 1, 2, 3, 3, 3]
+    for i in range(6):
+        rows = [own[places[i]] for own, places in zip(users, found) if alive(own)[places[i]]]
+        assert all(np.abs(a - b).max() < 0.1 for a, b in pairwise(rows))
