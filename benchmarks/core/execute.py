@@ -85,13 +85,14 @@ def deterministic(wanted: bool) -> Iterator[None]:
     cuBLAS reads its variable when CUDA wakes up, so that this must come before.
     """
     before = torch.are_deterministic_algorithms_enabled()
+    before_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=before_warns)
 
 
 @contextlib.contextmanager

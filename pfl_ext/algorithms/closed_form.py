@@ -92,7 +92,7 @@ class ClosedForm(Algorithm[Sums]):
     only_last: ClassVar[bool] = True
     square_matrices: ClassVar[int] = 0
     """How many matrices of D x D numbers there are at once when the head is solved for."""
-    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels accumulate precision reduce"
+    idle_in_runtime: ClassVar[str] = "engine accumulate precision reduce"
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)

@@ -84,7 +84,7 @@ class FedNAS(Algorithm[Weights]):
     options: ClassVar[type] = FedNASOptions
     refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
     idle: ClassVar[str] = "server. local.virtual_size"
-    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels precision"
+    idle_in_runtime: ClassVar[str] = "engine precision"
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)

@@ -45,7 +45,7 @@ class FedRep(FedPer):
 
     options: ClassVar[type] = FedRepOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
-    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels"
+    idle_in_runtime: ClassVar[str] = "engine"
 
     def __init__(self, means: Means) -> None:
         super().__init__(replace(means, engine=None))

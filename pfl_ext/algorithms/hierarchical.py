@@ -81,10 +81,8 @@ class Hierarchical(ServerModelAlgorithm):
         x, cohort = self.clients.weights(), self.clients.cohort(number)
         parts = [cohort[self.group[cohort] == group] for group in range(self.means.options.groups)]
         parts = [part for part in parts if len(part)]
-        weights, total = (
-            [self._weight(part) for part in parts],
-            {n: torch.zeros_like(w) for n, w in x.items()},
-        )
+        weights = [self._weight(part) for part in parts]
+        total = {n: torch.zeros_like(w) for n, w in x.items()}
         lines = []
         for part, weight in zip(parts, weights):
             y, inner = self._inner_rounds(x, part, number)

@@ -24,8 +24,6 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import current
 
 FloatArray = npt.NDArray[np.float64]
-BATCH = 256
-"""Most images in one forward pass."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,7 @@ class Scores:
         self._store, self._held_out, self._module = store, held_out, module
         self._sizes = np.array([len(rows) for rows in held_out], np.int64)
         self._offsets = np.cumsum([0, *self._sizes.tolist()]).astype(np.int64)
+        self._batch = module.task.scored_together
         self._scored = defaultdict[str, _Scored](_Scored)
         self._names = list(self._columns(*self._score(held_out[0][:1])))
 
@@ -96,8 +95,9 @@ class Scores:
         task, device = self._module.task, self._module.mean.device
         images, annotations = self._store.read(rows)
         scored = []
-        for first in range(0, len(rows), BATCH):
-            pixels, targets = images[first : first + BATCH], annotations[first : first + BATCH]
+        for first in range(0, len(rows), self._batch):
+            part = slice(first, first + self._batch)
+            pixels, targets = images[part], annotations[part]
             batch = torch.from_numpy(pixels).to(device), task.collate(targets).to(device)
             outputs, compared = self._module.outputs(*batch)
             scored.append(task.scored(outputs.float().cpu(), compared.cpu()))
@@ -113,9 +113,9 @@ class Scores:
         """Score the network's present weights as these users' model of this kind, on this worker alone."""
         held_out = [self._held_out[place] for place in places]
         first = 0
-        while first < len(places):  # users share a forward pass of at most BATCH images
+        while first < len(places):  # users share a forward pass
             stop, count = first + 1, len(held_out[first])
-            while stop < len(places) and count + len(held_out[stop]) <= BATCH:
+            while stop < len(places) and count + len(held_out[stop]) <= self._batch:
                 count += len(held_out[stop])
                 stop += 1
             self._add(kind, places[first:stop], held_out[first:stop])

@@ -263,12 +263,11 @@ def _statistics(
     rows: IntArray,
     images: ByteArray,
     annotations: Annotations,
-    batch_size: int = 256,
 ) -> MetricValue:
     """The task's statistics of one user's held-out images."""
-    device, predictions = module.mean.device, []
-    for i in range(0, len(images), batch_size):
-        pixels, targets = torch.from_numpy(images[i : i + batch_size]), annotations[i : i + batch_size]
+    device, size, predictions = module.mean.device, module.task.scored_together, []
+    for i in range(0, len(images), size):
+        pixels, targets = torch.from_numpy(images[i : i + size]), annotations[i : i + size]
         outputs, compared = module.outputs(pixels.to(device), module.task.collate(targets).to(device))
         predictions.append(module.task.scored(outputs.cpu(), compared.cpu())[1])
     return module.task.statistics(num_rows, rows, predictions, [annotations])

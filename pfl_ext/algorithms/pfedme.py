@@ -65,7 +65,7 @@ class PFedMe(Personalised):
 
     options: ClassVar[type] = PFedMeOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
-    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels"
+    idle_in_runtime: ClassVar[str] = "engine"
 
     def __init__(self, means: Means) -> None:
         super().__init__(replace(means, engine=None))
@@ -112,7 +112,7 @@ class Envelope:
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """The user's update ``w_i - w``; theta_i is kept in `own`."""
+        """The user's update ``w_i - w``; theta_i is kept in `theta`."""
         start, local, options = model.get_parameters(), central_context.model_train_params, self._options
         variables = model.variable_map
         w = {name: p.detach().clone() for name, p in variables.items()}

@@ -32,16 +32,14 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
-from pfl.stats import MappedVectorStatistics
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.algorithms.algorithm import Means, Setup
-from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.finite_field import MOST_BITS, Elements, decode, encode, most_bits
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
-from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import is_main
@@ -127,7 +125,6 @@ class SecureSum(ServerModelAlgorithm):
             members = users.members(len(left))
         start = self.clients.weights()
         updates, line = self.clients.each_update([start] * len(left), cohort[left], number)
-        self.clients.model(start)
         clipped, vectors = 0, {}
         for place, member, update in zip(left, members, updates):
             flat = np.concatenate([tensor.double().cpu().numpy().ravel() for tensor in update.values()])
@@ -141,23 +138,14 @@ class SecureSum(ServerModelAlgorithm):
         except SumLost as reason:
             if is_main():
                 print(f"round {number} leaves the model as it is: {reason}", file=sys.stderr)
-            return state, line | {"skipped": 1}
-        self._step(state, total, start, number)
-        return state, line
-
-    def _step(self, state: PyTorchModel, total: Elements, start: Weights, number: int) -> None:
-        """Make the server optimiser's step on the mean."""
-        weight = int(total[-1])
-        mean = decode(total[:-1], self.bits) / max(weight, 1)
-        sizes = [tensor.numel() for tensor in start.values()]
-        parts = np.split(mean, np.cumsum(sizes)[:-1])
+            return self.clients.model(start), line | {"skipped": 1}
+        mean = decode(total[:-1], self.bits) / max(int(total[-1]), 1)
+        parts = np.split(mean, np.cumsum([tensor.numel() for tensor in start.values()])[:-1])
         update = {
             name: torch.from_numpy(part).to(w.device, w.dtype).view_as(w)
             for (name, w), part in zip(start.items(), parts)
         }
-        for group in state._central_optimizer.param_groups:
-            group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
-        state.apply_model_update(MappedVectorStatistics(update))
+        return state, line | {"learning_rate": self.clients.server_step(start, update, number)}
 
     @property
     def elements(self) -> int:

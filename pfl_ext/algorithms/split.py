@@ -45,7 +45,7 @@ from pfl_ext.workers.distributed import begin_work, current
 
 BUFFER = "momentum_buffer"  # torch's name
 UNREAD = "server. federated.weighting"  # no server optimiser; averages are by images
-UNREAD_IN_RUNTIME = "engine lanes fuse cpu_kernels precision"
+UNREAD_IN_RUNTIME = "engine precision"
 
 
 @dataclass(frozen=True, config=STRICT)

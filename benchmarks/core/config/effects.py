@@ -32,6 +32,8 @@ class Idle(NamedTuple):
     """What would give them an effect."""
 
 
+OF_ENGINE = "lanes fuse tune cpu_kernels check_engine"
+"""The keys of ``runtime`` that only the engine reads."""
 Reasons = dict[str, str]
 """The reason why each idle key or section is idle, and what to do."""
 
@@ -147,6 +149,8 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.cap", "local.max_images is none", "give local.max_images")
     if not local.shuffle:
         yield Idle("local.reshuffle", "local.shuffle is false", "set local.shuffle to true")
+    if local.num_epochs == 1:
+        yield Idle("local.straddle local.reshuffle", "local.num_epochs is 1", "set local.num_epochs to 2")
     if local.max_grad_norm is None:
         yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
     yield from _idle_in_schedule("local", local)
@@ -166,18 +170,15 @@ def _idle_by_algorithm(config: TrainingConfig, keys: str) -> Idle:
 def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
     """The rules for `Runtime`; keys without their ``runtime.``."""
     if config.mode == "federated":
-        yield _idle_by_algorithm(config, config.federated.chosen.idle_in_runtime)
+        unread = config.federated.chosen.idle_in_runtime
+        yield _idle_by_algorithm(config, f"{unread} {OF_ENGINE}" if "engine" in unread.split() else unread)
     if config.mode == "centralised":
-        keys = "lanes fuse tune accumulate reduce"
+        keys = "lanes fuse tune check_engine accumulate reduce"
         yield Idle(keys, "mode is centralised", "set mode to federated")
     if config.mode == "federated":
         yield from _untuned(config, runtime)
     if runtime.engine == "stock":
-        yield Idle(
-            "lanes fuse tune cpu_kernels check_engine",
-            "runtime.engine is stock",
-            "set runtime.engine to fast",
-        )
+        yield Idle(OF_ENGINE, "runtime.engine is stock", "set runtime.engine to fast")
     if config.model.trained not in (*ON_FEATURES, "last_blocks"):
         because = f"model.trained is {config.model.trained}"
         yield Idle("cache_features", because, "set model.trained to head")

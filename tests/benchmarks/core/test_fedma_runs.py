@@ -211,7 +211,7 @@ def test_what_is_sent_is_counted(train: Train) -> None:
         (["--model.arch=resnet18", "--model.input_size=16"], "plain networks, without norms, branches or fr"),
         (
             ["--model.trained=head"],
-            "set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and model.trained",
+            "set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and set model.trai",
         ),
         (["--model.bottleneck=8"], "fedma matches the neurons of plain networks"),
         (["--evaluation.best_by=loss"], "has no model of all users before its last round: set it to last"),

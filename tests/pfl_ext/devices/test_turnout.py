@@ -217,6 +217,19 @@ def test_a_device_is_on_by_the_rule_also_after_a_jump(tmp_path: Path) -> None:
     assert found.next_on(390.0) == 390.0
 
 
+def test_the_next_time_of_a_device_is_one_at_which_it_is_on(tmp_path: Path) -> None:
+    """In decimal fractions, whose sums and remainders are rounded; the second device is on for no time."""
+    path, rng = tmp_path / "on.csv", np.random.default_rng(0)
+    for device in ("0.1,60.1", "7.3,7.3", "3540.7,3600", "0,0.3"):
+        path.write_text(f"client,on,off\nu,{device}\n")
+        found, users = Availability(path, 3600.0, ["u"], seed=0), np.array([0])
+        for start in (200.0, *rng.uniform(0, 1e7, 300).round(2)):
+            begins = found.next_on(start)
+            assert found.on(users, begins).all(), (device, start)
+            assert not found.on(users, begins - 1e-3).any() or start >= begins - 1e-3
+            assert begins >= start
+
+
 def test_cohorts_are_of_devices_that_are_on_at_their_start_and_end(tmp_path: Path) -> None:
     path = tmp_path / "on.csv"
     on: dict[int, tuple[float, float]] = {user: (10.0 * user, 10.0 * user + 25) for user in range(len(SIZES))}
