@@ -26,12 +26,12 @@ import numpy as np
 import PIL
 import pyarrow as pa
 
+from dataset.arrays import IntArray
 from dataset.cli import OneLineParser, cores, output_file, output_folder
 from dataset.fetch.source import Image, Source
 from dataset.files import prefetched
 from dataset.journal import Journal, free
 from dataset.scan import Options, Scan, progress, refuse, scan
-from dataset.store.annotations import IntArray
 from dataset.store.columns import Placement, build_index, kinds
 from dataset.store.images import Pixels, Transcoding, decode, other_format, resized, to_jpeg, to_pixels
 from dataset.store.index import DatasetIndex

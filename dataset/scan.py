@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
+from dataset.arrays import IntArray
 from dataset.fetch.source import Image, Records, Source
 from dataset.files import prefetched
 from dataset.journal import Journal
@@ -101,7 +102,7 @@ class Scan:
 
     blocks: list[Block]
     table: pa.Table  # the source's records
-    num_bytes: npt.NDArray[np.int64]  # [R]
+    num_bytes: IntArray  # [R]
     sizes: npt.NDArray[np.int32]  # [R, 2]: height and width; 0 where there are none
     faults: dict[int, str]  # by record
     notes: dict[int, str]  # by record

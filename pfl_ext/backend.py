@@ -32,8 +32,9 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 
+from dataset.arrays import IntArray
 from pfl_ext.aggregation.norm_bound import BoundedUpdates
-from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
+from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.selfcheck import SelfCheck

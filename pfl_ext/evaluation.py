@@ -18,8 +18,9 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
+from dataset.arrays import IntArray
 from dataset.files import prefetched
-from pfl_ext.data.federated_dataset import Annotations, ImageStore, IntArray
+from pfl_ext.data.federated_dataset import Annotations, ImageStore
 from pfl_ext.data.transfer import pinned
 from pfl_ext.tasks.task import Task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pfl.postprocessor.base import Postprocessor
 
-from pfl_ext.data.federated_dataset import IntArray
+from dataset.arrays import IntArray
 
 
 class Stage(Postprocessor):

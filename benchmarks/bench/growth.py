@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.core.code_version import commit
 from benchmarks.core.facts import hardware
 from benchmarks.reporting.tables import print_row
+from dataset.arrays import IntArray
 from dataset.cli import OneLineParser, output_file
 from dataset.cli import run as run_command
 from dataset.files import write_json
@@ -110,7 +110,7 @@ def write(path: Path, index: DatasetIndex) -> None:
                 writer.write(name, rows, np.full((len(rows), SIDE, SIDE, 3), 127, np.uint8))
 
 
-def _batches(images: int, at_once: int = 1 << 17) -> Iterator[npt.NDArray[np.int64]]:
+def _batches(images: int, at_once: int = 1 << 17) -> Iterator[IntArray]:
     for start in range(0, images, at_once):
         yield np.arange(start, min(start + at_once, images))
 

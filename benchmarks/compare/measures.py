@@ -9,16 +9,15 @@ from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
 from benchmarks.reporting.runs import DAMAGE, RunRecord, reading
+from dataset.arrays import FloatArray, IntArray
 from dataset.pages import bytes_in_words
 from pfl_ext.tasks.multi_label_scores import shown
 
 Unit = Literal["percent", "loss", "seconds", "bytes", "count", "number"]
-FloatArray = npt.NDArray[np.float64]
 SPLITS = {"test": "test, best model", "val": "val, best model", "last": "test, last model"}
 """The tables of scores."""
 FAIR = {"mean": "mean", "q10": "worst decile ends", "q50": "median", "q90": "best decile begins"}
@@ -221,7 +220,7 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent)
 
 
-def _before(of_steps: Sequence[float], places: npt.NDArray[np.int64]) -> FloatArray:
+def _before(of_steps: Sequence[float], places: IntArray) -> FloatArray:
     """The sums before each of these steps."""
     sums = np.concatenate([[0.0], np.cumsum(of_steps)])
     return np.asarray(sums[np.minimum(places, len(sums) - 1)], np.float64)

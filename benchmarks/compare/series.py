@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.compare.groups import Group
 from benchmarks.compare.measures import Curve, curve, followed
 from benchmarks.reporting.runs import RunRecord
+from dataset.arrays import FloatArray
 
-FloatArray = npt.NDArray[np.float64]
 Axis = Callable[[Curve], FloatArray | None]
 """Along what a curve is drawn."""
 

@@ -23,7 +23,7 @@ from benchmarks.core.experiment import Experiment
 from benchmarks.core.kept_features import BATCH, KeptFeatures
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.secret import Secret
-from dataset.store.features import FloatArray, IntArray
+from dataset.arrays import Float32Array, IntArray
 from dataset.store.views import SplitImages
 from pfl_ext.data.federated_dataset import ImageStore, Partition, natural_partition
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
@@ -80,12 +80,12 @@ class _Standardised:
     """Features that are standardised where they are read."""
 
     features: Any
-    mean: FloatArray
-    scale: FloatArray
+    mean: Float32Array
+    scale: Float32Array
 
-    def read(self, split: str, rows: IntArray) -> FloatArray:
+    def read(self, split: str, rows: IntArray) -> Float32Array:
         """``[n, D]``."""
-        found: FloatArray = self.features.read(split, rows)
+        found: Float32Array = self.features.read(split, rows)
         found = found - self.mean
         found *= self.scale
         return found
@@ -102,8 +102,8 @@ def _moments(
         bounds = (config.privacy.mean_bound, config.privacy.square_bound)
         release = Release(config.privacy.moments_multiplier, bounds, secret.noise_seed)
 
-    def read(rows: IntArray) -> FloatArray:
-        found: FloatArray = train.pixels.read(train.file_split, train.file_rows[rows])
+    def read(rows: IntArray) -> Float32Array:
+        found: Float32Array = train.pixels.read(train.file_split, train.file_rows[rows])
         return found
 
     return channel_moments(read, users, layer.num_channels, release)
@@ -179,7 +179,7 @@ class _Maps:
     images: Any
     prefix: Prefix
 
-    def read(self, split: str, rows: IntArray) -> FloatArray:
+    def read(self, split: str, rows: IntArray) -> Float32Array:
         """``[n, ...]``."""
         batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)] or [rows]
         parts = [torch.from_numpy(self.images.read(split, batch)) for batch in batches]

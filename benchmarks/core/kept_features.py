@@ -17,8 +17,9 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.core.config.benchmark import Run
+from dataset.arrays import Float32Array, IntArray
 from dataset.files import locked, prefetched, written
-from dataset.store.features import FeatureCache, FloatArray, IntArray
+from dataset.store.features import FeatureCache
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SplitImages
 from pfl_ext.data.augmented_views import AugmentedViews, crops_of_view
@@ -39,7 +40,7 @@ class FeatureViews:
         """The views of rows of a split of the file."""
         return AugmentedViews(np.asarray(rows, np.int64), self.num_views, partial(self._drawn, split))
 
-    def _drawn(self, split: str, rows: IntArray, views: IntArray) -> FloatArray:
+    def _drawn(self, split: str, rows: IntArray, views: IntArray) -> Float32Array:
         """``[n, D]`` of rows and a view of each."""
         out = np.empty((len(rows), self.features.width), np.float32)
         for view in np.unique(views).tolist():
@@ -61,7 +62,7 @@ class _Column:
     rows: IntArray
     """The rows of the split that are read."""
     pixels: Any
-    crops: Callable[[IntArray], FloatArray] | None = None
+    crops: Callable[[IntArray], Float32Array] | None = None
     """The crops of given rows; None: whole images, as evaluation sees them."""
 
 
@@ -91,7 +92,7 @@ class KeptFeatures:
         """
         config, split = self.run.config, train.file_split
 
-        def crops(view: int) -> Callable[[IntArray], FloatArray]:
+        def crops(view: int) -> Callable[[IntArray], Float32Array]:
             sizes = config.data.image_size, config.model.input_size
             return lambda rows: crops_of_view(config.seed, split, rows, view, *sizes, config.augment)
 
@@ -137,11 +138,11 @@ class KeptFeatures:
             )
             threads = self.run.runtime.reader_threads
 
-            def compute(name: str, rows: IntArray) -> FloatArray:
+            def compute(name: str, rows: IntArray) -> Float32Array:
                 column = columns[name]
                 batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
 
-                def read(batch: IntArray) -> tuple[Any, FloatArray | None]:
+                def read(batch: IntArray) -> tuple[Any, Float32Array | None]:
                     crops = None if column.crops is None else column.crops(batch)
                     return column.pixels.read(column.split, batch), crops
 

@@ -18,8 +18,9 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.features import Inputs
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.own_images import Scores
-from pfl_ext.data.federated_dataset import ImageStore, IntArray
+from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import apart, begin_work, current

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
@@ -23,10 +22,10 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment, build_model
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
+from dataset.arrays import Float32Array, IntArray
 from dataset.files import write_json
 from dataset.flair.mini import VERSION, MiniSpec
 from dataset.store.annotated_view import AnnotatedView
-from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
 from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
@@ -169,7 +168,7 @@ def partition_facts(view: AnnotatedView) -> Tree:
 
 
 @torch.no_grad()
-def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[npt.NDArray[np.float32], Tensor, Tensor]:
+def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[Float32Array, Tensor, Tensor]:
     """The first images of the first test users as the network sees them, for a picture, ``[n, S, S, 3]`` in
     0..1; their targets; and the network's outputs."""
     store, module, device = view.split("test"), model.pytorch_model, get_default_device()

@@ -45,6 +45,7 @@ from benchmarks.reporting.plots import (
     violins,
 )
 from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole
+from dataset.arrays import FloatArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
@@ -60,7 +61,7 @@ SHORT = {
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
-def user_sizes(sizes: Mapping[str, npt.NDArray[np.int64]], name: str) -> Figure:
+def user_sizes(sizes: Mapping[str, IntArray], name: str) -> Figure:
     """Share of the images held by the largest users, for each split."""
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -219,7 +220,7 @@ def per_class(rows: Sequence[Row], name: str) -> Figure:
 
 def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | None:
     """Distribution over test users of their own C-AP and O-AP, seeds together; None without their files."""
-    groups: dict[str, dict[str, npt.NDArray[np.float64]]] = {"C-AP": {}, "O-AP": {}}
+    groups: dict[str, dict[str, FloatArray]] = {"C-AP": {}, "O-AP": {}}
     users = 0
     for row in rows:
         whole = [tree for run in row.runs for tree in _users_of(run.directory)]
@@ -319,7 +320,7 @@ def _private_label(row: Row) -> str:
     return ", ".join((_shortened(", ".join((row.variant.setting, *other))), counts))
 
 
-def _val_curves(row: Row) -> tuple[list[int], npt.NDArray[np.float64]]:
+def _val_curves(row: Row) -> tuple[list[int], FloatArray]:
     """The steps that were scored, and C-AP on val, a line for each seed."""
     curves = [run.series("val", "C-AP") for run in row.runs]
     for run, (steps, _) in zip(row.runs, curves):

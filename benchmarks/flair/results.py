@@ -18,10 +18,10 @@ from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives
 from benchmarks.reporting.tables import text_table
+from dataset.arrays import FloatArray, IntArray
 from dataset.files import write_json
 from dataset.store.views import LabelSetView
 from pfl_ext.algorithms.per_user import (
-    FloatArray,
     Personalisation,
     PersonalScores,
     per_user_scores,
@@ -30,7 +30,6 @@ from pfl_ext.algorithms.per_user import (
     shot_table,
     spreads_by_group,
 )
-from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.evaluation import SCORES
 from pfl_ext.models.classifier import ImageClassifier

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dataset.arrays import ByteArray, FloatArray, IntArray
 from dataset.files import prefetched
-from dataset.store.annotations import IntArray, LabelMatrix
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import SplitIndex
 from pfl_ext.randomness import stream
 
-FloatArray = npt.NDArray[np.float64]
 LEVELS = 256
 BATCH = 64
 
@@ -51,7 +51,7 @@ def emd_1d(a: npt.ArrayLike, b: npt.ArrayLike) -> FloatArray:
     return distance
 
 
-def pixel_histograms(images: npt.NDArray[np.uint8]) -> FloatArray:
+def pixel_histograms(images: ByteArray) -> FloatArray:
     """Share of the pixels at each of 256 levels, by colour channel: ``[n, S, S, 3]`` -> ``[n, 3, 256]``."""
     n, channels = len(images), images.shape[-1]
     cell = images.reshape(n, -1, channels).astype(np.int64)

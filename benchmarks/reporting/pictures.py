@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from benchmarks.reporting.plots import legend_below, save
+from dataset.arrays import ByteArray, Float32Array, FloatArray, IntArray
 
 SURE = 0.3
 """Boxes with at least this score are drawn."""
@@ -22,9 +23,9 @@ WIDTH = 5.4
 
 
 def masks(
-    images: npt.NDArray[np.float32],
-    truth: npt.NDArray[np.uint8],
-    predicted: npt.NDArray[np.int64],
+    images: Float32Array,
+    truth: ByteArray,
+    predicted: IntArray,
     names: Sequence[str],
     title: str,
     path: Path,
@@ -48,9 +49,9 @@ def masks(
 
 
 def boxes(
-    images: npt.NDArray[np.float32],
-    truth: npt.NDArray[np.float32],
-    predicted: npt.NDArray[np.float32],
+    images: Float32Array,
+    truth: Float32Array,
+    predicted: Float32Array,
     names: Sequence[str],
     title: str,
     path: Path,
@@ -81,9 +82,9 @@ def boxes(
     _finish(figure, palette, sorted(shown), names, title, path)
 
 
-def _palette(number: int) -> npt.NDArray[np.float64]:
+def _palette(number: int) -> FloatArray:
     """A colour for each class, ``[C, 3]``."""
-    colours: npt.NDArray[np.float64] = colormaps["turbo"](np.linspace(0.03, 0.97, number))[:, :3]
+    colours: FloatArray = colormaps["turbo"](np.linspace(0.03, 0.97, number))[:, :3]
     return colours
 
 
@@ -105,7 +106,7 @@ def _panels(rows: Sequence[Sequence[Any]], heads: Sequence[str]) -> tuple[Figure
 
 def _finish(
     figure: Figure,
-    palette: npt.NDArray[np.float64],
+    palette: FloatArray,
     shown: Sequence[int],
     names: Sequence[str],
     title: str,

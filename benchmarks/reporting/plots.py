@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from dataset.arrays import FloatArray
 from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import shown
 
@@ -87,7 +87,7 @@ def plain_log(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def violins(axes: Axes, groups: Mapping[str, npt.NDArray[np.float64]], colours: Sequence[str]) -> None:
+def violins(axes: Axes, groups: Mapping[str, FloatArray], colours: Sequence[str]) -> None:
     """A violin for each group, with its quartiles as a box, its median as a dot and its mean as a tick.
 
     The shape ends at the least and the greatest value. Groups without a number keep their place, empty.
@@ -117,9 +117,7 @@ def violin_legend() -> list[Line2D]:
     ]
 
 
-def per_user_violins(
-    groups: Mapping[str, npt.NDArray[np.float64]], ylabel: str, title: str, path: Path
-) -> None:
+def per_user_violins(groups: Mapping[str, FloatArray], ylabel: str, title: str, path: Path) -> None:
     """One run's users, as they are and before and after fine-tuning."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()

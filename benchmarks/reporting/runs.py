@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
@@ -22,6 +21,7 @@ from benchmarks.core.config.sections import BENCHMARKS, TrainingConfig, config_m
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts
 from benchmarks.core.weights import sha256_of, weights_facts
+from dataset.arrays import FloatArray
 from dataset.files import imported
 from dataset.store.hdf5 import DataFile
 
@@ -115,7 +115,7 @@ class RunRecord:
                 lines = lines[:-1]
             return [dict(json.loads(line)) for line in lines]
 
-    def series(self, *keys: str) -> tuple[list[int], npt.NDArray[np.float64]]:
+    def series(self, *keys: str) -> tuple[list[int], FloatArray]:
         """The steps whose lines have the first of these keys, and the number at this path of keys in each.
 
         Raises:

@@ -23,9 +23,9 @@ from benchmarks.core.experiment import build_model
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.visual_classification.config import Run, parse
 from benchmarks.visual_classification.train import VisualClassification
+from dataset.arrays import ByteArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
-from pfl_ext.data.federated_dataset import ByteArray, IntArray
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.single_label import SingleLabel
 

@@ -12,14 +12,11 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting.runs import RunRecord, finished_run, reading
 from benchmarks.visual_classification.config import VISION
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from dataset.arrays import FloatArray, IntArray
 
 
 @dataclass(frozen=True)

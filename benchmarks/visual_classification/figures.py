@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.reporting.plots import GREY, legend_below, save_both, style
 from benchmarks.visual_classification.curves import Row
+from dataset.arrays import FloatArray
 
-Values = npt.NDArray[np.float64]
+Values = FloatArray
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import IntArray
 from dataset.partitions.drawn import read_name
 from dataset.partitions.of_file import default_taxonomy, drawn_of
 from dataset.partitions.statistics import distances, mean_emd
-from dataset.store.annotations import IntArray, LabelMatrix, Masks, offsets_of, present
+from dataset.store.annotations import LabelMatrix, Masks, offsets_of, present
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import SplitIndex
 from dataset.store.views import PARTITIONED
@@ -168,7 +168,7 @@ def skew_of(found: LabelMatrix, sizes: IntArray, seed: int) -> Skew | None:
 
 def per_class(found: LabelMatrix, mapping: Mapping[str, int], most: int) -> tuple[dict[str, int], int]:
     """Number of images with each of the ``most`` commonest classes, and how many other classes occur."""
-    counts: npt.NDArray[np.int64] = found.counts()
+    counts: IntArray = found.counts()
     names = {number: name for name, number in mapping.items()}
     order = [int(k) for k in np.argsort(-counts, kind="stable") if counts[k]]
     return {names[k]: int(counts[k]) for k in order[:most]}, max(len(order) - most, 0)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageDraw
 
+from dataset.arrays import ByteArray
 from dataset.pages import Html, join, picture, tag
 from dataset.store.annotations import Boxes, LabelMatrix, Masks
 from dataset.store.hdf5 import DataFile
@@ -24,7 +24,7 @@ OPAQUE = 0.55
 TINY = 96
 """Images whose sides are below this are kept as they are, and the page shows their pixels as squares."""
 MOST_NAMES = 6
-Pixels = npt.NDArray[np.uint8]
+Pixels = ByteArray
 
 
 @dataclass(frozen=True)

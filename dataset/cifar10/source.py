@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from PIL import Image as Picture
 
+from dataset.arrays import ByteArray, IntArray
 from dataset.cli import SourceError
 from dataset.fetch.archives import BoundedHeader, archive_errors
 from dataset.fetch.parquet import batches, readable
@@ -39,7 +39,6 @@ from dataset.partitions.assignments import (
     read_listing,
     rows_digest,
 )
-from dataset.store.annotations import IntArray
 from dataset.store.columns import schema
 from dataset.store.index import PartitionIndex
 
@@ -51,8 +50,6 @@ IMAGES_BASE = "https://www.cs.toronto.edu/~kriz/"
 LICENCE = (
     "CIFAR: Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009); no licence is stated"
 )
-
-ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

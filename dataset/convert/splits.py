@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dataset.arrays import IntArray
 from dataset.store.index import SPLITS
 
 OTHERS = ("val", "test")
@@ -124,7 +125,7 @@ def _by_users(
     names: list[str],
     owner: npt.NDArray[np.int32],
     images: pa.ChunkedArray,
-    rows: npt.NDArray[np.int64],
+    rows: IntArray,
     how: Dealing,
 ) -> npt.NDArray[np.int8]:
     """The split of each record, by whole users. Their numbers follow the shares, rounded, at least one."""
@@ -148,7 +149,7 @@ def _by_images(
     names: list[str],
     owner: npt.NDArray[np.int32],
     images: pa.ChunkedArray,
-    rows: npt.NDArray[np.int64],
+    rows: IntArray,
     how: Dealing,
 ) -> npt.NDArray[np.int8]:
     """The split of each record, within its user.

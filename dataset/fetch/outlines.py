@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from dataset.arrays import BoolArray, FloatArray, IntArray
 from dataset.store.annotations import VOID
 
 MAX_PIXELS = 1 << 26
@@ -28,8 +28,7 @@ CROWD_CLASS = 0
 """The class of a group's outline, which is rough, instead of an object's class."""
 _BITS, _MORE, _SIGN, _FIRST = 5, 0x20, 0x10, 48  # of a character of pycocotools' text
 
-BoolArray = npt.NDArray[np.bool_]
-Outline = Sequence[npt.NDArray[np.float64]] | Mapping[str, Any]
+Outline = Sequence[FloatArray] | Mapping[str, Any]
 
 
 def packed(value: Any) -> Any:
@@ -85,7 +84,7 @@ def drawn(outline: Outline, size: tuple[int, int], where: str) -> BoolArray:
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height).T
 
 
-def _runs(counts: Any, where: str) -> npt.NDArray[np.int64]:
+def _runs(counts: Any, where: str) -> IntArray:
     """The lengths of runs, from numbers or from pycocotools' text."""
     if isinstance(counts, str):
         counts = _numbers_in(counts, where)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+
+from dataset.arrays import ByteArray
 
 BATCH = 64
 """Number of images in a batch."""
 
-Image = memoryview | bytes | npt.NDArray[np.uint8] | None
+Image = memoryview | bytes | ByteArray | None
 """An image's bytes, or pixels ``[H, W, 3]``; None for an image that the source lists but does not hold."""
 
 

@@ -28,13 +28,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 from tqdm import tqdm
 
+from dataset.arrays import BoolArray, ByteArray, FloatArray, IntArray
 from dataset.cli import OneLineParser, output_file, run
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
-from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
+from dataset.store.annotations import LabelMatrix, offsets_of, positions
 from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
 from dataset.store.native import Storage
 from dataset.store.writer import DataWriter
@@ -47,7 +47,7 @@ VERSION = 1
 MAX_COARSE, MAX_FINE = 9, 36
 """The most labels on an image, as in FLAIR."""
 
-_Floats = npt.NDArray[np.float64]
+_Floats = FloatArray
 
 # Fitted to FLAIR once, at full scale; tests/dataset/flair/test_mini.py holds them to it.
 _TAIL = (1.0, 0.5, 0.25, 0.1, 0.023, 0.002, 0.5 / 41131)  # share of users at least as large
@@ -137,7 +137,7 @@ def mini_index(spec: MiniSpec) -> DatasetIndex:
     )
 
 
-def draw_images(spec: MiniSpec, index: DatasetIndex, split: str, rows: IntArray) -> npt.NDArray[np.uint8]:
+def draw_images(spec: MiniSpec, index: DatasetIndex, split: str, rows: IntArray) -> ByteArray:
     """Images of the given rows, ``[len(rows), S, S, 3]`` uint8 RGB.
 
     A row's pixels depend only on (spec, split, row), and not on other rows or their order. ``index`` is the
@@ -193,7 +193,7 @@ def _sizes(spec: MiniSpec, code: int, num_users: int) -> tuple[IntArray, IntArra
     return descending[rank], rank
 
 
-def _coarse_labels(spec: MiniSpec, code: int, sizes: IntArray, rank: IntArray) -> npt.NDArray[np.bool_]:
+def _coarse_labels(spec: MiniSpec, code: int, sizes: IntArray, rank: IntArray) -> BoolArray:
     """Which coarse labels each image has, ``[N, K]``."""
     seed, log_weights = spec.seed, _log_weights(spec.seed, code, sizes, rank)
     num_images, num_labels = int(sizes.sum()), len(COARSE_LABELS)
@@ -223,7 +223,7 @@ def _log_weights(seed: int, code: int, sizes: IntArray, rank: IntArray) -> _Floa
     return log_weights
 
 
-def _with_every_label(seed: int, code: int, labels: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _with_every_label(seed: int, code: int, labels: BoolArray) -> BoolArray:
     """Give a label that no image has to an image with room for it: small scales keep all 17 labels."""
     for column in np.flatnonzero(~labels.any(axis=0)):
         room = np.flatnonzero(labels.sum(axis=1) < min(MAX_COARSE, 1 + int(labels.sum(axis=1).min())))
@@ -266,9 +266,7 @@ def _fine_vocabulary(num_fine: int) -> _Vocabulary:
     )
 
 
-def _fine_labels(
-    seed: int, code: int, sizes: IntArray, coarse: npt.NDArray[np.bool_], fine: _Vocabulary
-) -> LabelMatrix:
+def _fine_labels(seed: int, code: int, sizes: IntArray, coarse: BoolArray, fine: _Vocabulary) -> LabelMatrix:
     """The fine labels of each image: for every coarse label it has, at least one that belongs to it."""
     image, parent = np.nonzero(coarse)
     extra = np.searchsorted(_extra_bounds(), uniform(keyed(seed, "fine labels", code, image, parent)))
@@ -310,7 +308,7 @@ def write_mini(
     """
     index, raw = index or mini_index(spec), storage == "raw"
 
-    def drawn(split: str, rows: IntArray) -> npt.NDArray[np.uint8] | list[bytes]:
+    def drawn(split: str, rows: IntArray) -> ByteArray | list[bytes]:
         images = draw_images(spec, index, split, rows)
         return images if raw else _jpegs(images)
 
@@ -328,7 +326,7 @@ def write_mini(
             writer.write(split, rows, drawn(split, rows))
 
 
-def _jpegs(images: npt.NDArray[np.uint8]) -> list[bytes]:
+def _jpegs(images: ByteArray) -> list[bytes]:
     out = []
     for image in images:
         buffer = io.BytesIO()

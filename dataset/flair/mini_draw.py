@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataset.arrays import ByteArray, Float32Array, FloatArray, IntArray
+
 Keys = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float32]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SPECKS = 12  # per image
@@ -47,18 +48,18 @@ def keyed(seed: int, purpose: str, *parts: npt.ArrayLike) -> Keys:
     return _scramble(keys)
 
 
-def uniform(keys: Keys) -> npt.NDArray[np.float64]:
+def uniform(keys: Keys) -> FloatArray:
     """Keys to numbers strictly between 0 and 1."""
     return (((keys >> np.uint64(12)) + 0.5) * 2.0**-52).astype(np.float64)
 
 
-def _shares(keys: Keys) -> list[Floats]:
+def _shares(keys: Keys) -> list[Float32Array]:
     """Eight independent numbers in [0, 1] from each key: its bytes."""
     octets = [(keys >> np.uint64(8 * i)) & np.uint64(255) for i in range(8)]
     return [octet.astype(np.float32) / np.float32(255) for octet in octets]
 
 
-_Plane = Any  # Floats: numpy's types lose single precision where a Python number takes part
+_Plane = Any  # Float32Array: numpy's types lose single precision where a Python number takes part
 _Silhouette = Callable[[_Plane, _Plane], _Plane]
 
 
@@ -132,8 +133,8 @@ class Scene:
 
     image_keys: Keys  # [N]
     user_keys: Keys  # [N]
-    mark_image: npt.NDArray[np.int64]  # [M]: which image a mark is on
-    mark_coarse: npt.NDArray[np.int64]  # [M]: its coarse label, a column of COARSE_LABELS
+    mark_image: IntArray  # [M]: which image a mark is on
+    mark_coarse: IntArray  # [M]: its coarse label, a column of COARSE_LABELS
     mark_fine: Keys  # [M]: a hash of its fine label's name
 
     def part(self, start: int, stop: int) -> Scene:
@@ -148,7 +149,7 @@ class Scene:
         )
 
 
-def draw(scene: Scene, size: int, difficulty: float = 1.0) -> npt.NDArray[np.uint8]:
+def draw(scene: Scene, size: int, difficulty: float = 1.0) -> ByteArray:
     """The images, ``[N, S, S, 3]`` uint8 RGB.
 
     ``difficulty`` scales what hides the marks: specks, grain, and the range of exposures.
@@ -161,7 +162,7 @@ def draw(scene: Scene, size: int, difficulty: float = 1.0) -> npt.NDArray[np.uin
     return out
 
 
-def _draw_chunk(scene: Scene, size: int, difficulty: float) -> npt.NDArray[np.uint8]:
+def _draw_chunk(scene: Scene, size: int, difficulty: float) -> ByteArray:
     colour = _background(scene, size)  # [N, 3, S, S]: sum of weight * colour
     weight = np.full((len(scene.image_keys), size, size), _BACKGROUND, np.float32)
     colour *= _BACKGROUND
@@ -178,13 +179,13 @@ def _draw_chunk(scene: Scene, size: int, difficulty: float) -> npt.NDArray[np.ui
     return _photograph(scene, colour, size, np.float32(difficulty))
 
 
-def outlines(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
+def outlines(scene: Scene, size: int) -> ByteArray:
     """The masks of `draw`'s images, ``[N, S, S]``: 0, and 1 + a mark's coarse label where it shows most."""
     marks = shown(scene, size)
     return np.where(marks < 0, 0, (scene.mark_coarse + 1).astype(np.uint8)[marks])
 
 
-def shown(scene: Scene, size: int) -> npt.NDArray[np.int64]:
+def shown(scene: Scene, size: int) -> IntArray:
     """Which of the M marks shows most at each pixel of `draw`'s images, ``[N, S, S]``; -1: none.
 
     A mark shows most where its opacity is greater than the background's and that of every other mark.
@@ -207,7 +208,7 @@ def shown(scene: Scene, size: int) -> npt.NDArray[np.int64]:
     return out
 
 
-def _wave(phase: Floats) -> Floats:
+def _wave(phase: Float32Array) -> Float32Array:
     """A triangle wave of period 1 between 0 and 1; overwrites its argument."""
     phase -= np.floor(phase)
     phase -= np.float32(0.5)
@@ -216,7 +217,7 @@ def _wave(phase: Floats) -> Floats:
     return phase
 
 
-def _background(scene: Scene, size: int) -> Floats:
+def _background(scene: Scene, size: int) -> Float32Array:
     """Two colours of the user's, mixed by a slow wave whose direction is the image's, ``[N, 3, S, S]``."""
     first = _shares(keyed(0, "first colour", scene.user_keys))
     second = _shares(keyed(0, "second colour", scene.user_keys))
@@ -233,7 +234,7 @@ def _background(scene: Scene, size: int) -> Floats:
     return out
 
 
-def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floats, Floats, Floats]:
+def _marks(scene: Scene, number: IntArray, size: int) -> tuple[Float32Array, Float32Array, Float32Array]:
     """Opacity ``[M, S, S]``, opacity times brightness ``[M, S, S]`` and colour ``[M, 3]`` of every mark."""
     order = np.argsort(scene.mark_coarse, kind="stable")  # marks of a shape lie together while they are drawn
     image, coarse, number = scene.mark_image[order], scene.mark_coarse[order], number[order]
@@ -273,7 +274,7 @@ def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floa
     return opacity[back], lit[back], rgb[back]
 
 
-def _confetti(scene: Scene, colour: Floats, size: int, specks: int) -> None:
+def _confetti(scene: Scene, colour: Float32Array, size: int, specks: int) -> None:
     """Specks in the colours of any labels, a sixteenth of the side wide: one pixel alone tells little."""
     draws, number = keyed(0, "confetti", scene.image_keys[:, None]), np.arange(specks, dtype=np.uint64)
     cell = ((draws >> np.uint64(8)) + number * (draws | np.uint64(1))) & np.uint64(255)  # no cell comes twice
@@ -288,7 +289,7 @@ def _confetti(scene: Scene, colour: Floats, size: int, specks: int) -> None:
         colour[image, channel, down[..., :, None], across[..., None, :]] = rgb[..., channel, None, None]
 
 
-def _photograph(scene: Scene, colour: Floats, size: int, difficulty: np.float32) -> npt.NDArray[np.uint8]:
+def _photograph(scene: Scene, colour: Float32Array, size: int, difficulty: np.float32) -> ByteArray:
     """The user's camera: a cast and a noise level; the image's exposure and contrast; then bytes."""
     camera = _shares(keyed(0, "camera", scene.user_keys))
     shares = _shares(keyed(0, "exposure", scene.image_keys))

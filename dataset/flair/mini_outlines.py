@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from dataset.arrays import ByteArray, Float32Array, IntArray
 from dataset.flair.mini import MiniSpec, mini_index, scene_of, write_mini
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, outlines, shown
-from dataset.store.annotations import BACKGROUND, Annotation, Boxes, IntArray, Masks, offsets_of
+from dataset.store.annotations import BACKGROUND, Annotation, Boxes, Masks, offsets_of
 from dataset.store.index import DatasetIndex
 
 MASK, OBJECTS = "mask", "objects"
@@ -48,7 +49,7 @@ def boxed_index(spec: MiniSpec) -> DatasetIndex:
     return _annotated(spec, OBJECTS, COARSE_LABELS, boxes)
 
 
-def boxes_of(scene: Scene, size: int) -> tuple[IntArray, npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
+def boxes_of(scene: Scene, size: int) -> tuple[IntArray, Float32Array, npt.NDArray[np.uint16]]:
     """How many boxes each image has, ``[N]``, and their corners ``[M, 4]`` and coarse labels ``[M]``."""
     image, row, column = np.nonzero((marks := shown(scene, size)) >= 0)
     at = marks[image, row, column]
@@ -84,7 +85,7 @@ def _scenes(spec: MiniSpec, index: DatasetIndex, split: str) -> Iterator[Scene]:
         yield scene_of(spec, index, split, np.arange(start, min(start + _BATCH, count)))
 
 
-def _png(mask: npt.NDArray[np.uint8]) -> bytes:
+def _png(mask: ByteArray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(mask).save(buffer, "PNG")
     return buffer.getvalue()

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from dataset.store.annotations import IntArray, offsets_of
+from dataset.arrays import IntArray
+from dataset.store.annotations import offsets_of
 from dataset.store.index import PartitionIndex
 
 NOBODY = "NA"
@@ -155,7 +155,7 @@ def _by_number(user: str) -> tuple[int, str]:
     return (int(user) if user.isascii() and user.isdigit() and len(user) < 19 else 1 << 62, user)
 
 
-def check_classes(listing: Listing, row_of: Mapping[str, int], classes: npt.NDArray[np.int64]) -> None:
+def check_classes(listing: Listing, row_of: Mapping[str, int], classes: IntArray) -> None:
     """Raise ValueError if the listing has an image that is not in the split, or gives one another class."""
     for image, stated in zip(listing.image_ids, listing.classes.tolist()):
         if image not in row_of:

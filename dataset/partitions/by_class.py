@@ -20,10 +20,9 @@ import random
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import IntArray
 from dataset.partitions.drawn import Drawing, check_parameter, drawn, whole
-from dataset.store.annotations import IntArray
 from dataset.store.index import PartitionIndex
 
 Generator = np.random.Generator | np.random.RandomState
@@ -142,7 +141,7 @@ def legacy_generator(seed: int) -> np.random.RandomState:
     return np.random.RandomState(seed)
 
 
-def _rows_by_class(classes: IntArray) -> list[npt.NDArray[np.int64]]:
+def _rows_by_class(classes: IntArray) -> list[IntArray]:
     return [np.flatnonzero(classes == k) for k in range(int(classes.max()) + 1)]
 
 

@@ -34,15 +34,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import FloatArray, IntArray
 from dataset.partitions.drawn import MAX_NUMBER, Drawing, drawn
-from dataset.store.annotations import IntArray
 from dataset.store.index import PartitionIndex
 
 _TINY = float(np.finfo(np.float64).tiny)
 
-Floats = npt.NDArray[np.float64]
 Convention = Literal["total", "per-class"]
 
 
@@ -74,7 +72,7 @@ def dirichlet_partition(
     left = np.array([len(pool) for pool in pools])
     prior = left / left.sum() if convention == "total" else (left > 0).astype(np.float64)
 
-    def draw(weights: Floats) -> Floats:
+    def draw(weights: FloatArray) -> FloatArray:
         total = alpha if convention == "total" else alpha * np.count_nonzero(weights)
         return _draw_q(rng, weights, total)
 
@@ -101,7 +99,9 @@ def _per_class(drawing: Drawing, alpha: float) -> PartitionIndex:
     return dirichlet_partition(drawing.classes, alpha, drawing.seed, *sizes, "per-class")
 
 
-def _counts(draw: Callable[[Floats], Floats], prior: Floats, left: IntArray, images: int) -> list[int]:
+def _counts(
+    draw: Callable[[FloatArray], FloatArray], prior: FloatArray, left: IntArray, images: int
+) -> list[int]:
     """How many images of each class one client gets, ``[K]``; ``draw`` gives q from the classes' weights."""
     left = left.copy()
     taken = np.zeros(len(left), np.int64)
@@ -115,7 +115,7 @@ def _counts(draw: Callable[[Floats], Floats], prior: Floats, left: IntArray, ima
     return [int(count) for count in taken]
 
 
-def _rounded(shares: Floats) -> IntArray:
+def _rounded(shares: FloatArray) -> IntArray:
     """Whole numbers with the sum of ``shares``, by largest remainders."""
     whole = np.floor(shares).astype(np.int64)
     lacking = round(float(shares.sum())) - int(whole.sum())
@@ -123,7 +123,7 @@ def _rounded(shares: Floats) -> IntArray:
     return whole
 
 
-def _draw_q(rng: np.random.Generator, prior: Floats, alpha: float) -> Floats:
+def _draw_q(rng: np.random.Generator, prior: FloatArray, alpha: float) -> FloatArray:
     """q ~ Dir(alpha p) over the classes of positive ``prior``, which need not add up to one; ``[K]``."""
     p = prior / prior.sum()
     q = np.zeros(len(p))

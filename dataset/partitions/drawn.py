@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dataset.arrays import IntArray
 from dataset.files import import_all
-from dataset.store.annotations import IntArray, LabelMatrix
+from dataset.store.annotations import LabelMatrix
 from dataset.store.index import PartitionIndex
 
 

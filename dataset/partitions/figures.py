@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from dataset.arrays import IntArray
 from dataset.files import replacing
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
@@ -141,7 +141,7 @@ def _styles(count: int) -> list[dict[str, Any]]:
     return [{"color": tuple(c), "linestyle": dash, "linewidth": 1.8} for c, dash in zip(shades, dashes)]
 
 
-def _ranked(axes: Axes, values: npt.NDArray[np.int64], **style: Any) -> None:
+def _ranked(axes: Axes, values: IntArray, **style: Any) -> None:
     axes.plot(np.arange(1, len(values) + 1), np.sort(values)[::-1], drawstyle="steps-mid", **style)
 
 

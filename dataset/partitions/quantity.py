@@ -9,8 +9,8 @@ LinearPartitioner and ExponentialPartitioner (rate 1).
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import FloatArray, IntArray
 from dataset.partitions.by_class import LEAST_IMAGES, MAX_TRIES
 from dataset.partitions.drawn import Drawing, check_parameter, drawn, of_parts
 from dataset.store.index import PartitionIndex
@@ -51,7 +51,7 @@ def exponential(drawing: Drawing, rate: float) -> PartitionIndex:
     return _in_proportion(drawing, np.exp(rate * np.arange(1 - drawing.num_clients, 1.0)))
 
 
-def _in_proportion(drawing: Drawing, sizes: npt.NDArray[np.float64]) -> PartitionIndex:
+def _in_proportion(drawing: Drawing, sizes: FloatArray) -> PartitionIndex:
     order = np.random.default_rng(drawing.seed).permutation(len(drawing.classes))
     parts = _cut(order, sizes / sizes.sum())
     if not all(map(len, parts)):
@@ -63,5 +63,5 @@ def _in_proportion(drawing: Drawing, sizes: npt.NDArray[np.float64]) -> Partitio
     return of_parts(parts)
 
 
-def _cut(order: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> list[npt.NDArray[np.int64]]:
+def _cut(order: IntArray, shares: FloatArray) -> list[IntArray]:
     return np.split(order, (np.cumsum(shares)[:-1] * len(order)).astype(np.int64))

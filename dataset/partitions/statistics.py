@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from tabulate import tabulate
 
-from dataset.store.annotations import IntArray
+from dataset.arrays import FloatArray, IntArray
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
 from dataset.store.views import PARTITIONED, SingleLabelView
@@ -25,8 +24,6 @@ OWN_USERS = "users"
 """The name of the file's own users, in a list with its partitions."""
 SHOWN = 50
 """Clients whose images are counted class by class, for the picture."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Dealt:
     name: str
     sizes: IntArray  # [U]
     classes_per_client: IntArray  # [U]
-    distances: Floats  # [U]: ||q_k - p||_1
+    distances: FloatArray  # [U]: ||q_k - p||_1
     mixes: IntArray  # [at most SHOWN, K]: images of each class that the first clients have
 
     @property
@@ -81,7 +78,7 @@ class Dealt:
         return mean_emd(self.distances, self.sizes)
 
 
-def distances(classes: IntArray, owner: IntArray, num_clients: int) -> tuple[Floats, IntArray]:
+def distances(classes: IntArray, owner: IntArray, num_clients: int) -> tuple[FloatArray, IntArray]:
     """||q_k - p||_1 of each client, and how many classes it has, ``[U]`` each.
 
     Args:
@@ -100,7 +97,7 @@ def distances(classes: IntArray, owner: IntArray, num_clients: int) -> tuple[Flo
     return np.asarray(off + 1.0, np.float64), np.bincount(who, minlength=num_clients).astype(np.int64)
 
 
-def mean_emd(distance: Floats, sizes: IntArray) -> float:
+def mean_emd(distance: FloatArray, sizes: IntArray) -> float:
     """The mean of the distances, weighted by the clients' sizes."""
     return float((distance * sizes).sum() / sizes.sum())
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
+
+from dataset.arrays import ByteArray
 
 MAX_BYTES = 1 << 26
 """Most bytes of a file's matrices after decompression."""
@@ -22,7 +23,7 @@ _STRUCT_CLASS, _UINT8_CLASS = 2, 9  # classes of arrays
 Order = Literal["little", "big"]
 
 
-def byte_matrix(content: bytes, variable: str, field: str) -> npt.NDArray[np.uint8]:
+def byte_matrix(content: bytes, variable: str, field: str) -> ByteArray:
     """The matrix of bytes, ``[H, W]``, in a field of a struct.
 
     Raises:
@@ -65,7 +66,7 @@ class _Array:
                 return _Array(data, self._order)
         raise ValueError(f"its struct has no field {name.decode()}")
 
-    def bytes(self) -> npt.NDArray[np.uint8]:
+    def bytes(self) -> ByteArray:
         """The matrix, which is stored column by column."""
         kind, data = next(self._parts, (0, b""))
         height, width = self.shape if len(self.shape) == 2 else (0, 0)

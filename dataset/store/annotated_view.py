@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import BoolArray
 from dataset.store.annotations import Boxes, Masks
 from dataset.store.views import KINDS, SingleLabelView
 
@@ -37,5 +37,5 @@ class AnnotatedView(SingleLabelView):
                     f"{self.purpose}: choose {' or '.join(known) or 'another file'}"
                 )
 
-    def _usable(self, file_split: str) -> npt.NDArray[np.bool_]:
+    def _usable(self, file_split: str) -> BoolArray:
         return np.ones(self.file.split(file_split).num_images, bool)

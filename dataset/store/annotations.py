@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-IntArray = npt.NDArray[np.int64]
+from dataset.arrays import BoolArray, ByteArray, Float32Array, IntArray
+
 Kind = Literal["label set", "class", "mask", "boxes"]
 
 _PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length, name and size in IHDR
@@ -72,7 +73,7 @@ class LabelMatrix:
         images = np.repeat(np.arange(len(self)), np.diff(self.indptr))[self.indices == label]
         return self.from_pairs(images, np.zeros_like(images), len(self), 1)
 
-    def dense(self, rows: IntArray) -> npt.NDArray[np.uint8]:
+    def dense(self, rows: IntArray) -> ByteArray:
         """The multi-hot rows asked for, ``[len(rows), K]`` uint8."""
         taken = self.take(np.asarray(rows, np.int64))
         out = np.zeros((len(taken), self.num_labels), np.uint8)
@@ -110,7 +111,7 @@ class Masks:
 
     kind: ClassVar[Kind] = "mask"
     offsets: IntArray  # [N + 1]: the PNG of image i is png[offsets[i]:offsets[i + 1]]
-    png: npt.NDArray[np.uint8]  # [B]; of a file, mapped and not in memory
+    png: ByteArray  # [B]; of a file, mapped and not in memory
     num_labels: int  # K
 
     @classmethod
@@ -131,7 +132,7 @@ class Masks:
         """The PNG of one mask."""
         return self.png[int(self.offsets[row]) : int(self.offsets[row + 1])].tobytes()
 
-    def read(self, row: int, side: int | None = None) -> npt.NDArray[np.uint8]:
+    def read(self, row: int, side: int | None = None) -> ByteArray:
         """One mask, ``[H, W]``; with a side S, ``[S, S]``: the class at the centre of each of its pixels.
 
         Raises:
@@ -147,20 +148,20 @@ class Boxes:
 
     kind: ClassVar[Kind] = "boxes"
     indptr: IntArray  # [N + 1]: image i has the objects indptr[i]:indptr[i + 1]
-    corners: npt.NDArray[np.float32]  # [M, 4]: left, top, right, bottom in pixels of the image's own size
+    corners: Float32Array  # [M, 4]: left, top, right, bottom in pixels of the image's own size
     classes: npt.NDArray[np.uint16]  # [M]
-    flags: npt.NDArray[np.uint8]  # [M]: `CROWD` and `DIFFICULT`
+    flags: ByteArray  # [M]: `CROWD` and `DIFFICULT`
     num_labels: int  # K
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
-    def read(self, row: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
+    def read(self, row: int) -> tuple[Float32Array, npt.NDArray[np.uint16]]:
         """The corners, ``[m, 4]``, and classes, ``[m]``, of one image's objects."""
         here = self._of(row)
         return self.corners[here], self.classes[here]
 
-    def flagged(self, row: int, flag: int) -> npt.NDArray[np.bool_]:
+    def flagged(self, row: int, flag: int) -> BoolArray:
         """Which of one image's objects are `CROWD`, or `DIFFICULT`, ``[m]``."""
         return np.asarray(self.flags[self._of(row)] & flag > 0)
 
@@ -282,7 +283,7 @@ def fault_of_boxes(corners: npt.NDArray[Any], size: tuple[int, int]) -> str | No
 _UNREADABLE = (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError)
 
 
-def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
+def read_mask(png: bytes) -> ByteArray:
     """The class numbers in a PNG, ``[H, W]``; a palette is ignored.
 
     Raises:
@@ -296,7 +297,7 @@ def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
                 raise ValueError(f"it is grey of {png[_PNG_DEPTH_AT]} bits: it needs 8, or a palette")
             if image.width * image.height > (1 << 20) + 1100 * len(png):
                 raise ValueError(f"it declares {image.width} x {image.height} pixels in {len(png):,} bytes")
-            return cast(npt.NDArray[np.uint8], np.asarray(image))
+            return cast(ByteArray, np.asarray(image))
     except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise ValueError(f"its mask cannot be used ({' '.join(str(error).split())})") from None
 

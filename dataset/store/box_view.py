@@ -11,17 +11,15 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import Float32Array, IntArray
 from dataset.store.annotated_view import AnnotatedView
-from dataset.store.annotations import Boxes, IntArray, positions
+from dataset.store.annotations import Boxes, positions
 from dataset.store.views import Split
 
 COLUMNS = 6
 NO_BOX = -1
 """The class of a row without a box."""
-
-FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,10 @@ class SplitBoxes(Split):
     """The images of a split, with boxes as targets."""
 
     boxes: Boxes  # of the file's split
-    scale: FloatArray  # of each image of the file's split: S over width and height, [..., 2]
+    scale: Float32Array  # of each image of the file's split: S over width and height, [..., 2]
     most: int  # M
 
-    def targets(self, rows: IntArray) -> FloatArray:
+    def targets(self, rows: IntArray) -> Float32Array:
         """Left, top, right and bottom in pixels of ``[S, S]``, class and flags, ``[n, M, 6]``.
 
         An image's boxes come first; the rows after them have the class `NO_BOX`.

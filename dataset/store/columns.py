@@ -14,16 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataset.store.annotations import (
-    Annotation,
-    Boxes,
-    IntArray,
-    Kind,
-    LabelMatrix,
-    Masks,
-    OneClass,
-    offsets_of,
-)
+from dataset.arrays import BoolArray, IntArray
+from dataset.store.annotations import Annotation, Boxes, Kind, LabelMatrix, Masks, OneClass, offsets_of
 from dataset.store.index import SPLITS, DatasetIndex, IdColumn, SplitIndex
 
 _BOX: list[tuple[str, pa.DataType]] = [("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))]
@@ -67,7 +59,7 @@ class Placement:
 
 def build_index(
     table: pa.Table,
-    keep: npt.NDArray[np.bool_],
+    keep: BoolArray,
     *,
     grouped: bool,
     vocabulary: Mapping[str, list[str]],
@@ -155,9 +147,7 @@ def _coded(column: pa.ChunkedArray) -> tuple[list[str], IntArray]:
     return coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _refuse_twice(
-    image_ids: npt.NDArray[np.bytes_], scope: IntArray, keep: npt.NDArray[np.bool_], whose: Any
-) -> None:
+def _refuse_twice(image_ids: npt.NDArray[np.bytes_], scope: IntArray, keep: BoolArray, whose: Any) -> None:
     """Raise ValueError for two records with one id in one scope."""
     records = np.flatnonzero(keep)
     order = records[np.lexsort((image_ids[records], scope[records]))]
@@ -171,7 +161,7 @@ def _refuse_twice(
 def _annotation(
     column: pa.ChunkedArray,
     kind: Kind,
-    keep: npt.NDArray[np.bool_],
+    keep: BoolArray,
     name: str,
     vocabulary: list[str] | None,
     whose: Any,

@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataset.arrays import Float32Array, IntArray
 from dataset.files import sync, write_json, written
 from dataset.journal import free
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
 
 BLOCK = 1024
 """Number of rows in a block."""
@@ -72,7 +70,7 @@ class FeatureColumn:
         """The rows of a block."""
         return np.arange(block * BLOCK, min((block + 1) * BLOCK, self.num_rows), dtype=np.int64)
 
-    def put(self, block: int, features: FloatArray) -> None:
+    def put(self, block: int, features: Float32Array) -> None:
         """Write a block.
 
         Args:
@@ -107,7 +105,7 @@ class FeatureColumn:
         self._done[block] = zlib.crc32(content)
         write_json(self._sums, {"block": BLOCK, "width": self._width, "sums": self._done})
 
-    def read(self, rows: IntArray) -> FloatArray:
+    def read(self, rows: IntArray) -> Float32Array:
         """``[n, D]`` float32, of rows whose blocks are on disk, in their order."""
         if self._matrix is None or len(self._matrix) <= int(rows.max(initial=-1)):
             height = self._numbers.stat().st_size // self._row_bytes
@@ -177,7 +175,7 @@ class FeatureCache:
         """Rows of a block."""
         return len(self._columns[split].rows_of(block))
 
-    def fill(self, blocks: list[tuple[str, int]], compute: Callable[[str, IntArray], FloatArray]) -> None:
+    def fill(self, blocks: list[tuple[str, int]], compute: Callable[[str, IntArray], Float32Array]) -> None:
         """Compute blocks, one after another.
 
         Args:
@@ -200,6 +198,6 @@ class FeatureCache:
             column = self._columns[name]
             column.put(block, compute(name, column.rows_of(block)))
 
-    def read(self, split: str, rows: IntArray) -> FloatArray:
+    def read(self, split: str, rows: IntArray) -> Float32Array:
         """``[n, D]`` float32: rows of a split of the file, in any order, from any thread."""
         return self._columns[split].read(np.asarray(rows, np.int64))

@@ -27,7 +27,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import IntArray, LabelMatrix, offsets_of
+from dataset.arrays import ByteArray, IntArray
+from dataset.store.annotations import LabelMatrix, offsets_of
 from dataset.store.index import SPLITS, TAXONOMIES, IdColumn, SplitIndex
 from dataset.store.native import Storage, StoredImages, dataset, member, opened
 
@@ -198,8 +199,8 @@ def _text(value: bytes | str) -> str:
     return value if isinstance(value, str) else value.decode()
 
 
-def _rgb(stored: h5py.Dataset) -> npt.NDArray[np.uint8]:
+def _rgb(stored: h5py.Dataset) -> ByteArray:
     if stored.dtype != np.uint8 or (stored.shape[2:] != (3,) and stored.ndim != 2):
         raise ValueError(f"an image has type {stored.dtype} and shape {stored.shape}")
-    image: npt.NDArray[np.uint8] = stored[()]
+    image: ByteArray = stored[()]
     return image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2)

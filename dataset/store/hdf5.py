@@ -65,10 +65,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import ByteArray, IntArray
 from dataset.files import file_digest
-from dataset.store.annotations import BACKGROUND, IntArray, LabelMatrix, Masks, present
+from dataset.store.annotations import BACKGROUND, LabelMatrix, Masks, present
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_split
@@ -169,7 +169,7 @@ class DataFile:
         splits = {name: self.split(name) for name in self.splits}
         return DatasetIndex(splits, self.reader.label_mappings, self.provenance, self.grouped)
 
-    def read_images(self, split: str, rows: IntArray, image_size: int) -> npt.NDArray[np.uint8]:
+    def read_images(self, split: str, rows: IntArray, image_size: int) -> ByteArray:
         """The images at these rows, ``[len(rows), S, S, 3]`` RGB uint8 with S = ``image_size``.
 
         Images of another size are resized as `dataset.store.images.decode` does. Threads may call this at the
@@ -188,7 +188,7 @@ class DataFile:
                     out[i] = resize(image[None], image_size)[0]
         return out
 
-    def read_masks(self, split: str, rows: IntArray, name: str, side: int) -> npt.NDArray[np.uint8]:
+    def read_masks(self, split: str, rows: IntArray, name: str, side: int) -> ByteArray:
         """The masks of an annotation at these rows, ``[len(rows), S, S]`` class numbers with S = ``side``.
 
         An oblong mask is squashed as its image is; each pixel has the class at its centre.
@@ -204,7 +204,7 @@ class DataFile:
                 out[i] = masks.read(row, side)
         return out
 
-    def read_own(self, split: str, rows: IntArray) -> list[npt.NDArray[np.uint8]]:
+    def read_own(self, split: str, rows: IntArray) -> list[ByteArray]:
         """The images at these rows, ``[H, W, 3]`` RGB uint8 each, in the size at which each is stored."""
         rows = np.asarray(rows, np.int64)
         stored = self.reader.stored(split, rows)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 import simplejpeg  # type: ignore[import-untyped]
 from PIL import Image
 
-Pixels = npt.NDArray[np.uint8]
+from dataset.arrays import ByteArray
+
+Pixels = ByteArray
 
 MAX_PIXELS = 1 << 26
 MAX_PIXELS_PER_BYTE = 1024

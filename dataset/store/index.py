@@ -13,16 +13,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import (
-    Annotation,
-    Boxes,
-    IntArray,
-    LabelMatrix,
-    Masks,
-    check_annotation,
-    rises,
-    within,
-)
+from dataset.arrays import IntArray
+from dataset.store.annotations import Annotation, Boxes, LabelMatrix, Masks, check_annotation, rises, within
 
 SPLITS = ("train", "val", "test")
 """The names of the splits. Users are disjoint between them."""

@@ -11,9 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataset.arrays import ByteArray, IntArray
 from dataset.store.annotated_view import AnnotatedView
-from dataset.store.annotations import IntArray, Masks
-from dataset.store.views import ByteArray, PixelCache, Split
+from dataset.store.annotations import Masks
+from dataset.store.views import PixelCache, Split
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import LEAF_TYPES, LEAVES, Boxes, IntArray, Kind, restored, rises
+from dataset.arrays import ByteArray, IntArray
+from dataset.store.annotations import LEAF_TYPES, LEAVES, Boxes, Kind, restored, rises
 from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, IdColumn, PartitionIndex, SplitIndex
 
 FORMATS = {1: "flair-on-pfl", 2: "flair-on-pfl", 3: "federated-images", 4: "federated-images"}
@@ -40,7 +41,7 @@ WIDTHS = {"image_sizes": 2, "corners": 4}
 """Widths of the columns that are matrices."""
 
 Storage = Literal["jpeg", "raw"]
-StoredImages = Sequence[memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uint8]
+StoredImages = Sequence[memoryview | ByteArray] | ByteArray
 """Images as they are stored: the bytes of each JPEG, the pixels of each image, or ``[n, S, S, 3]``."""
 
 
@@ -289,7 +290,7 @@ class NativeReader:
             sizes = column(group, "image_sizes") if self._sized else None
             return SplitIndex(users, offsets, owner, images, annotations, partitions, sizes)
 
-    def _bytes(self, group: h5py.Group, name: str) -> npt.NDArray[np.uint8]:
+    def _bytes(self, group: h5py.Group, name: str) -> ByteArray:
         """The bytes of masks, which are mapped and not read."""
         data = dataset(group, name)
         offset = data.id.get_offset()
@@ -338,7 +339,7 @@ class NativeReader:
             raise damaged(self._path, f"{split}/image_sizes contradict its images")
         return [np.asarray(image).reshape(h, w, 3) for image, (h, w) in zip(images, shapes.tolist())]
 
-    def _read_into(self, buffer: npt.NDArray[np.uint8], at: int) -> None:
+    def _read_into(self, buffer: ByteArray, at: int) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self._path, os.O_RDONLY)
             self._finalizer = weakref.finalize(self, os.close, self._descriptor)

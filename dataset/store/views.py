@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
+from dataset.arrays import BoolArray, ByteArray, IntArray
+from dataset.store.annotations import LabelMatrix, offsets_of, positions
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex, known_as, meaning
 
@@ -25,7 +26,6 @@ PARTITIONED = "train"
 CARVED = "val"
 """The split that can be carved from the training images."""
 
-ByteArray = npt.NDArray[np.uint8]
 
 KINDS = {"mask": "masks", "boxes": "boxes"}
 _MISSING, _RESERVED = -1, -2  # a place that a thread is filling is reserved, and cannot be read yet
@@ -348,7 +348,7 @@ class SingleLabelView(_View):
             return self.file.present(split, self.taxonomy).lowest()
         return super()._labels(split)
 
-    def _usable(self, file_split: str) -> npt.NDArray[np.bool_]:
+    def _usable(self, file_split: str) -> BoolArray:
         """Which images of a split of the file can take part, ``[N]``."""
         return np.asarray(np.diff(self._labels(file_split).indptr) == 1)
 
@@ -379,7 +379,7 @@ class SingleLabelView(_View):
 
 def _carved(
     image_ids: Sequence[str], owner: IntArray, user_ids: Sequence[str], share: float, seed: int = 0
-) -> npt.NDArray[np.bool_]:
+) -> BoolArray:
     """Whether each image, ``[N]``, becomes val: of every user those whose hashes are the smallest.
 
     A user of n images gives floor(n share + h) of them, but not all, where h in [0, 1) is a hash of the user.

@@ -24,9 +24,10 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from dataset.arrays import ByteArray, IntArray
 from dataset.files import sync
 from dataset.journal import Journal
-from dataset.store.annotations import IntArray, offsets_of, stored
+from dataset.store.annotations import offsets_of, stored
 from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex, check_index
 from dataset.store.native import (
     ANNOTATED,
@@ -182,7 +183,7 @@ class DataWriter:
         self,
         split: str,
         rows: IntArray,
-        images: Sequence[bytes | memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
+        images: Sequence[bytes | memoryview | ByteArray] | ByteArray,
     ) -> None:
         """Put image i of ``images`` at row ``rows[i]`` of a split. Threads may write different rows at once.
 

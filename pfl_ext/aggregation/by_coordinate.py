@@ -12,8 +12,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.aggregation.rule import AggregationRule, SpooledOptions, ToleratedOptions, register
-from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+from pfl_ext.aggregation.spool import Spool
 
 
 class ByCoordinate(AggregationRule):
@@ -23,7 +24,7 @@ class ByCoordinate(AggregationRule):
     def dropped(self, n: int) -> int:
         """How many of n values are left out at either end."""
 
-    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+    def aggregate(self, spool: Spool, rows: IntArray) -> FloatArray:
         """The mean of the remaining values. They are summed alone; nothing is subtracted from a total."""
         out, ends = np.zeros(spool.length), self.dropped(len(rows))
         for part, block in spool.coordinates(rows):

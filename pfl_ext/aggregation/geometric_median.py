@@ -18,9 +18,10 @@ import numpy as np
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.aggregation.by_coordinate import Median
 from pfl_ext.aggregation.rule import AggregationRule, SpooledOptions, by_blocks, register
-from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+from pfl_ext.aggregation.spool import Spool
 from pfl_ext.configs import STRICT
 
 
@@ -41,7 +42,7 @@ class GeometricMedian(AggregationRule):
     options: ClassVar[type] = WeiszfeldOptions
     weighs: ClassVar[bool] = True
 
-    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+    def aggregate(self, spool: Spool, rows: IntArray) -> FloatArray:
         """z after `iterations` steps."""
         z = Median(self.chosen).aggregate(spool, rows)
         for _ in range(self.chosen.iterations):

@@ -18,8 +18,9 @@ import numpy as np
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.aggregation.rule import AggregationRule, ToleratedOptions, by_blocks, register
-from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+from pfl_ext.aggregation.spool import Spool
 from pfl_ext.configs import STRICT
 
 
@@ -31,7 +32,7 @@ class MultiKrumOptions(ToleratedOptions):
     """m, the number of updates whose mean is taken, at most n - f; none: n - f."""
 
 
-def squared_distances(spool: Spool, rows: IntArray) -> DoubleArray:
+def squared_distances(spool: Spool, rows: IntArray) -> FloatArray:
     """The squared distances between updates, ``[n, n]``, at least 0."""
     products, squares = np.zeros((len(rows), len(rows))), np.zeros(len(rows))
     for _, block in spool.coordinates(rows):
@@ -57,7 +58,7 @@ class OfScores(AggregationRule):
         """m, the number of updates that are averaged."""
         return 1
 
-    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+    def aggregate(self, spool: Spool, rows: IntArray) -> FloatArray:
         """The mean, with equal weights, of the m updates with the least scores."""
         n = len(rows)
         nearest = np.sort(squared_distances(spool, rows), axis=1)[:, 1 : n - self.bad(n) - 1]

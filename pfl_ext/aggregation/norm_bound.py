@@ -21,8 +21,9 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.aggregation.rule import AggregationRule, by_blocks, register
-from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+from pfl_ext.aggregation.spool import Spool
 from pfl_ext.configs import STRICT
 from pfl_ext.privacy.central import tally_of
 from pfl_ext.privacy.mechanisms import BOUND_RANGE, FlatGaussianMechanism, layer_limit
@@ -51,7 +52,7 @@ class NormBound(AggregationRule):
     options: ClassVar[type] = NormBoundOptions
     weighs: ClassVar[bool] = True
 
-    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+    def aggregate(self, spool: Spool, rows: IntArray) -> FloatArray:
         """The mean of bounded updates from a spool, which is needed where attackers see all other updates."""
         squares = np.zeros(len(rows))
         for _, block in spool.coordinates(rows):

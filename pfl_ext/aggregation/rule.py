@@ -18,7 +18,8 @@ import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+from dataset.arrays import FloatArray, IntArray
+from pfl_ext.aggregation.spool import Spool
 from pfl_ext.configs import STRICT, NoOptions
 from pfl_ext.registry import Registry
 
@@ -74,7 +75,7 @@ class AggregationRule(ABC):
         return int(self.chosen.tolerated * n + 1e-9)
 
     @abstractmethod
-    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+    def aggregate(self, spool: Spool, rows: IntArray) -> FloatArray:
         """Combine the updates in ``rows`` of a spool, at least one, into one ``[P]``, by `Spool.weights`."""
 
 
@@ -84,7 +85,7 @@ register = RULES.register
 """Class decorator that registers a rule under a name."""
 
 
-def by_blocks(spool: Spool, rows: IntArray, weights: DoubleArray) -> DoubleArray:
+def by_blocks(spool: Spool, rows: IntArray, weights: FloatArray) -> FloatArray:
     """``sum_i weights_i x_i``, in float64."""
     total = np.zeros(spool.length)
     for part, block in spool.coordinates(rows):
@@ -98,7 +99,7 @@ class Mean(AggregationRule):
 
     weighs: ClassVar[bool] = True
 
-    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+    def aggregate(self, spool: Spool, rows: IntArray) -> FloatArray:
         """``sum_i p_i x_i``."""
         weights = spool.weights[rows]
         return by_blocks(spool, rows, weights / weights.sum())

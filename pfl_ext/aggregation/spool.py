@@ -17,11 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dataset.arrays import Float32Array, FloatArray, IntArray
 from dataset.files import written
 
-FloatArray = npt.NDArray[np.float32]
-DoubleArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 BLOCK_BYTES = 2**25
 """Size of a block in float64."""
 
@@ -49,8 +47,8 @@ class Spool:
         weakref.finalize(self, os.close, self._file)
         self._where = where
         mapped = mmap.mmap(self._file, max(1, 4 * rows * length))
-        self._all: FloatArray = np.frombuffer(mapped, "<f4", rows * length).reshape(rows, length)
-        self.weights: DoubleArray = np.zeros(rows)
+        self._all: Float32Array = np.frombuffer(mapped, "<f4", rows * length).reshape(rows, length)
+        self.weights: FloatArray = np.zeros(rows)
         """The weights ``[n]``; 0 for a row that was not written."""
 
     def write(self, row: int, values: npt.ArrayLike, weight: float) -> None:
@@ -64,13 +62,13 @@ class Spool:
                 left, offset = left[done:], offset + done
         self.weights[row] = weight
 
-    def overwrite(self, rows: IntArray, part: slice, values: DoubleArray) -> None:
+    def overwrite(self, rows: IntArray, part: slice, values: FloatArray) -> None:
         """Write the same values ``[w]`` at some coordinates of all ``rows``, which were written before."""
         self._all[rows, part] = values
 
-    def read(self, row: int) -> FloatArray:
+    def read(self, row: int) -> Float32Array:
         """A view of one user's update ``[P]``."""
-        found: FloatArray = self._all[row]
+        found: Float32Array = self._all[row]
         return found
 
     def written_rows(self) -> IntArray:
@@ -85,7 +83,7 @@ class Spool:
             known &= np.isfinite(block).all(1)
         return rows[known]
 
-    def _blocks(self, rows: IntArray) -> Iterator[FloatArray]:
+    def _blocks(self, rows: IntArray) -> Iterator[Float32Array]:
         for _, block in self.coordinates(rows, np.float32):
             yield block
 

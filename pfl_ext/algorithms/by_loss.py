@@ -29,10 +29,10 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Means, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
-from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import current

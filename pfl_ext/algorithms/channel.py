@@ -29,9 +29,10 @@ from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.compression.compressor import Compressor
-from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
 from pfl_ext.stage import Stage
 from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main

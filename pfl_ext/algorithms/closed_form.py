@@ -34,10 +34,11 @@ from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
 from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import Batch, IntArray, UserImages
+from pfl_ext.data.federated_dataset import Batch, UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import entering
 from pfl_ext.models.memory import physical_memory

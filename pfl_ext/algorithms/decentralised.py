@@ -29,9 +29,9 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
+from dataset.arrays import FloatArray
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.topologies import FloatArray
 from pfl_ext.models.memory import physical_memory
 from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main

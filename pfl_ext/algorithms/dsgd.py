@@ -18,9 +18,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import FloatArray
 from pfl_ext.algorithms.algorithm import Setup, register
 from pfl_ext.algorithms.decentralised import Decentralised
-from pfl_ext.algorithms.topologies import FloatArray, Undirected, metropolis, renumbered, undirected
+from pfl_ext.algorithms.topologies import Undirected, metropolis, renumbered, undirected
 from pfl_ext.configs import STRICT
 from pfl_ext.randomness import stream
 

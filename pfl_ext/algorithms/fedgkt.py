@@ -51,12 +51,13 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Weights
 from pfl_ext.algorithms.distillation import divergence, pooled, shapes_of
 from pfl_ext.algorithms.split import UNREAD_IN_RUNTIME, Wire
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import IntArray, UserImages
+from pfl_ext.data.federated_dataset import UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.memory import physical_memory
 from pfl_ext.models.parts import parts_of

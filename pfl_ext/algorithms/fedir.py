@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import Float32Array
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.tasks.task import Task, WeightedTask
@@ -70,7 +71,7 @@ class ImportanceWeights:
         """Weights towards the distribution of ``num_images`` images with these ``label_counts`` ``[K]``."""
         return cls(np.asarray(label_counts, np.float64) / num_images, task, **options)
 
-    def __call__(self, targets: npt.ArrayLike, of_user: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    def __call__(self, targets: npt.ArrayLike, of_user: npt.ArrayLike) -> Float32Array:
         """Weighted targets ``[n, K]`` of a user's images that take part.
 
         Args:

@@ -29,6 +29,8 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
+from dataset.arrays import FloatArray, IntArray
+
 PRIME = 2**31 - 1
 """q."""
 BYTES, KEY_BYTES = 4, 32
@@ -39,7 +41,7 @@ BLOCK = 4096
 """Numbers of a vector that are processed at once, so that they stay in the processor's cache."""
 DIGIT = 30
 """Bits of a secret that one element holds."""
-Elements = npt.NDArray[np.int64]
+Elements = IntArray
 
 
 def most_bits(total_weight: int, users: int, clip: float) -> int:
@@ -76,7 +78,7 @@ def encode(values: npt.NDArray[np.floating], weight: int, bits: int, clip: float
     return residues
 
 
-def decode(total: Elements, bits: int) -> npt.NDArray[np.float64]:
+def decode(total: Elements, bits: int) -> FloatArray:
     """The sum of encoded numbers, each at most ``1/2 2^-bits`` away from what was encoded."""
     signed = np.where(total > PRIME // 2, total - PRIME, total)
     return signed / 2.0**bits

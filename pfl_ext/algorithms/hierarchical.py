@@ -27,11 +27,11 @@ from pfl.model.pytorch import PyTorchModel
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Means, Setup, Traffic, register, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.randomness import stream
 
 

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from dataset.arrays import BoolArray, FloatArray, IntArray
 from pfl_ext.algorithms.clients import Weights
 from pfl_ext.models.dropout import KeyedDropout
 
 BETWEEN = (nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Identity, KeyedDropout)
 """Modules that may stand between two layers, since they treat all channels, or all units, in the same way."""
-Places = npt.NDArray[np.int64]
-Neurons = npt.NDArray[np.float64]
+Places = IntArray
+Neurons = FloatArray
 
 
 class Layer(NamedTuple):
@@ -111,7 +111,7 @@ def first_neurons(weights: Weights, layer: Layer, following: Layer, count: int) 
     return changed
 
 
-def alive(own: Neurons) -> npt.NDArray[np.bool_]:
+def alive(own: Neurons) -> BoolArray:
     """``[N]``: which neurons are not empty, that is, have a number that is not 0."""
     return np.asarray((own != 0).any(1))
 
@@ -168,9 +168,7 @@ def matched(users: Sequence[Neurons], passes: int, belief: Belief) -> list[Place
     return found
 
 
-def _gains(
-    total: Neurons, holders: Places, own: Neurons, num_users: int, belief: Belief
-) -> npt.NDArray[np.float64]:
+def _gains(total: Neurons, holders: Places, own: Neurons, num_users: int, belief: Belief) -> FloatArray:
     """``[N, N]``: twice the logarithm of how likely neuron v is at place i, up to a constant for each v.
 
     m_i of the J users have a neuron at place i, and these add up to S_i. With r = sigma^2 / sigma0^2 it is
@@ -201,7 +199,7 @@ def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-def by_neuron(tensors: Sequence[Tensor], shares: npt.NDArray[np.float64]) -> Tensor:
+def by_neuron(tensors: Sequence[Tensor], shares: FloatArray) -> Tensor:
     """The mean of users' tensors ``[N, ...]`` whose weights ``[J, N]`` are each neuron's own."""
     rows = torch.stack([tensor.double().cpu() for tensor in tensors])  # [J, N, ...]
     weights = torch.from_numpy(shares).view(*shares.shape, *[1] * (rows.ndim - 2))

@@ -11,19 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pfl.internal import ops
 from pfl.metrics import Metrics, Weighted
 from torch import Tensor
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.per_user import spread, user_split
-from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, IntArray, Partition
+from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import current
-
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

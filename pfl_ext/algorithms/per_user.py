@@ -19,7 +19,8 @@ from pfl.internal import ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, MetricValue, StringMetricName
 
-from pfl_ext.data.federated_dataset import Annotations, ByteArray, ImageStore, IntArray, UserImages
+from dataset.arrays import ByteArray, FloatArray, IntArray
+from pfl_ext.data.federated_dataset import Annotations, ImageStore, UserImages
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.engine.training import PerVariableClippedSGD
@@ -28,7 +29,6 @@ from pfl_ext.randomness import stream
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work
 
-FloatArray = npt.NDArray[np.float64]
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BEFORE, AFTER = StringMetricName("before"), StringMetricName("after")
 

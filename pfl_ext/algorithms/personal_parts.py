@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.user_vectors import UserVectors
-from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.models.trained import new_part, of_norms
 from pfl_ext.workers.distributed import is_main, tensors_from_main
 

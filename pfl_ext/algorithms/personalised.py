@@ -32,13 +32,13 @@ from pydantic import NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from dataset.arrays import IntArray
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.own_images import OwnImages, Scores
 from pfl_ext.algorithms.personal_parts import FILE, Layout, UserParts, trained_names
 from pfl_ext.configs import STRICT, Fraction
-from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import current, is_main
 

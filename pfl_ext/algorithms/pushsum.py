@@ -21,9 +21,10 @@ from typing import ClassVar
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import FloatArray
 from pfl_ext.algorithms.algorithm import Setup, register
 from pfl_ext.algorithms.decentralised import Decentralised
-from pfl_ext.algorithms.topologies import Directed, FloatArray, directed, renumbered, shares
+from pfl_ext.algorithms.topologies import Directed, directed, renumbered, shares
 from pfl_ext.configs import STRICT
 from pfl_ext.randomness import stream
 

@@ -21,8 +21,9 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
+from dataset.arrays import IntArray
 from pfl_ext.aggregation.rule import AggregationRule
-from pfl_ext.aggregation.spool import IntArray, Spool
+from pfl_ext.aggregation.spool import Spool
 from pfl_ext.attacks.attack import Attackers
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream

@@ -13,9 +13,9 @@ from typing import Literal
 
 import networkx as nx
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from dataset.arrays import FloatArray
+
 Undirected = Literal["ring", "torus", "erdos_renyi", "exponential", "star", "complete"]
 Directed = Literal["ring", "exponential", "random", "one_peer_exponential"]
 MOST_DRAWS = 1000

@@ -24,9 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dataset.arrays import Float32Array
 from dataset.files import written
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class UserVectors:
@@ -62,12 +61,12 @@ class UserVectors:
         self._mapped = np.empty((0, length), np.float32)
         self._lock = threading.Lock()
 
-    def read(self, user: int) -> FloatArray | None:
+    def read(self, user: int) -> Float32Array | None:
         """A read-only view of the user's vector ``[P]`` at the end of the last round; None: never written."""
         row = int(self._now[user])
         return None if row < 0 else self._map()[row]
 
-    def _map(self) -> FloatArray:
+    def _map(self) -> Float32Array:
         """The file's rows, mapped again if the file has grown."""
         with self._lock:
             if len(self._mapped) < self._count:

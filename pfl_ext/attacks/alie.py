@@ -17,7 +17,8 @@ from typing import ClassVar
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.aggregation.spool import IntArray, Spool
+from dataset.arrays import IntArray
+from pfl_ext.aggregation.spool import Spool
 from pfl_ext.attacks.attack import Attack, register
 from pfl_ext.configs import STRICT
 

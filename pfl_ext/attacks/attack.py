@@ -12,23 +12,22 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pfl.context import UserContext
 from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
+from dataset.arrays import BoolArray, IntArray
 from pfl_ext.aggregation.spool import Spool
 from pfl_ext.configs import NoOptions
-from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, IntArray
+from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore
 from pfl_ext.randomness import derive, stream
 from pfl_ext.registry import Registry
 from pfl_ext.stage import Stage
 
 HONEST = "honest"
 """The name that stands for no attack."""
-BoolArray = npt.NDArray[np.bool_]
 
 
 class Attack:

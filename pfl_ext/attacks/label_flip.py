@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pfl_ext.attacks.attack import Attack, BoolArray, register
-from pfl_ext.data.federated_dataset import Annotations, ImageStore, IntArray
+from dataset.arrays import BoolArray, IntArray
+from pfl_ext.attacks.attack import Attack, register
+from pfl_ext.data.federated_dataset import Annotations, ImageStore
 
 
 class FlippedLabels:

@@ -25,8 +25,9 @@ from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.auditing.bounds import CONFIDENCE, Claim, Finding, FloatArray, Trials, find
-from pfl_ext.auditing.canaries import LONG, WHOLE, CanaryUsers, Directions, Game, IntArray, MakeMechanism
+from dataset.arrays import FloatArray, IntArray
+from pfl_ext.auditing.bounds import CONFIDENCE, Claim, Finding, Trials, find
+from pfl_ext.auditing.canaries import LONG, WHOLE, CanaryUsers, Directions, Game, MakeMechanism
 from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, AdaptivePrivateMean, PrivateMean, private_mean
 from pfl_ext.privacy.epsilon import Sampler

@@ -39,11 +39,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaincinv, ndtri
 
+from dataset.arrays import BoolArray, FloatArray
 from pfl_ext.privacy.epsilon import NO_GUARANTEE_BELOW, System, deltas_spent, gaussian_delta
 from pfl_ext.randomness import stream
-
-FloatArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
 
 CONFIDENCE = 0.999
 """Probability with which a lower bound holds. A correct mechanism is refuted with at most 1 minus this."""

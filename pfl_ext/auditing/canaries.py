@@ -24,7 +24,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pfl.aggregate.weighting import WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
@@ -36,7 +35,8 @@ from pfl.stats import MappedVectorStatistics
 from scipy.linalg import hadamard
 from torch import nn
 
-from pfl_ext.auditing.bounds import BoolArray, FloatArray, Trials
+from dataset.arrays import BoolArray, FloatArray, IntArray
+from pfl_ext.auditing.bounds import Trials
 from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
@@ -49,8 +49,6 @@ from pfl_ext.privacy.central import TALLY, PrivateMean, metric_name, private_mea
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import derive, stream
 from pfl_ext.tasks.multi_label import MultiLabel
-
-IntArray = npt.NDArray[np.int64]
 
 TENSORS = 4  # V, a power of two
 LONG = 50.0  # length of a canary's update, in bounds

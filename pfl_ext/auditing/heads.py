@@ -21,8 +21,9 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
-from pfl_ext.auditing.bounds import FloatArray, Trials
-from pfl_ext.auditing.canaries import Directions, Game, IntArray, Release, attacks
+from dataset.arrays import FloatArray, IntArray
+from pfl_ext.auditing.bounds import Trials
+from pfl_ext.auditing.canaries import Directions, Game, Release, attacks
 from pfl_ext.data.federated_dataset import Annotations, ImageStore
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier

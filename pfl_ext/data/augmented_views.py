@@ -16,16 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pfl_ext.data.transforms import (
-    CROP_COLUMNS,
-    AugmentConfig,
-    FloatArray,
-    draw_crops,
-    draw_crops_of,
-)
+from dataset.arrays import Float32Array, IntArray
+from pfl_ext.data.transforms import CROP_COLUMNS, AugmentConfig, draw_crops, draw_crops_of
 from pfl_ext.randomness import stream
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class AugmentedViews:
     """The images' rows ``[n]``."""
     num_views: int
     """Number of views of each row."""
-    read: Callable[[IntArray, IntArray], FloatArray]
+    read: Callable[[IntArray, IntArray], Float32Array]
     """Returns features ``[n, D]`` for rows and a view's number of each; safe in any thread."""
 
     def __len__(self) -> int:
@@ -46,7 +39,7 @@ class AugmentedViews:
         """The views of some of the images."""
         return AugmentedViews(self.rows[places], self.num_views, self.read)
 
-    def drawn(self, rng: np.random.Generator) -> FloatArray:
+    def drawn(self, rng: np.random.Generator) -> Float32Array:
         """``[n, D]``: one view of each row, drawn uniformly and independently."""
         return self.read(self.rows, self.draw(rng, len(self.rows)))
 
@@ -63,7 +56,7 @@ def crops_of_view(
     image_size: int,
     input_size: int,
     augment: AugmentConfig,
-) -> FloatArray:
+) -> Float32Array:
     """The crops and flips of one view of some images, ``[n, 6]`` as from `draw_crops`.
 
     Args:
@@ -87,7 +80,7 @@ def augmented(
     rng: np.random.Generator,
     input_size: int,
     augment: AugmentConfig,
-) -> tuple[npt.NDArray[Any], FloatArray]:
+) -> tuple[npt.NDArray[Any], Float32Array]:
     """The input of a step: images with new crops, or the features of one view of each image with zeros."""
     if isinstance(images, AugmentedViews):
         return images.drawn(rng), np.zeros((len(images), CROP_COLUMNS), np.float32)

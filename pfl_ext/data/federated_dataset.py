@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
+from dataset.arrays import ByteArray, Float32Array, IntArray
 from dataset.files import prefetched
 from pfl_ext.data import fedvc
 from pfl_ext.data.augmented_views import AugmentedViews
@@ -26,9 +26,7 @@ from pfl_ext.data.schedule import longest_first, predicted_costs
 from pfl_ext.data.transforms import CROP_COLUMNS
 from pfl_ext.data.user_images import Annotations as Annotations
 from pfl_ext.data.user_images import Batch as Batch
-from pfl_ext.data.user_images import ByteArray as ByteArray
 from pfl_ext.data.user_images import Collate as Collate
-from pfl_ext.data.user_images import IntArray as IntArray
 from pfl_ext.data.user_images import UserImages as UserImages
 from pfl_ext.devices.turnout import Turnout, Turnouts
 from pfl_ext.privacy.sampling import private_cohort
@@ -60,7 +58,7 @@ class ImageStore(Protocol):
         ...
 
 
-Reweighting = Callable[[Annotations, Annotations], npt.NDArray[np.float32]]
+Reweighting = Callable[[Annotations, Annotations], Float32Array]
 """Weights the targets ``[n, K]`` of a user's images in a round, given those of all its images ``[N, K]``."""
 
 

@@ -16,13 +16,11 @@ Letters: n images of a user, U users.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.configs import STRICT
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -62,6 +60,6 @@ def taking_part(sizes: IntArray, size: int) -> IntArray:
     return np.where(sizes > 0, size, 0)
 
 
-def chances(sizes: IntArray) -> npt.NDArray[np.float64] | None:
+def chances(sizes: IntArray) -> FloatArray | None:
     """Probabilities ``[U]`` of users with ``sizes`` images; None means equal ones, for equal sizes."""
     return sizes / sizes.sum() if (sizes != sizes[0]).any() else None

@@ -6,15 +6,13 @@ from dataclasses import fields
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from dataset.arrays import IntArray
 from pfl_ext.configs import STRICT
 from pfl_ext.data import fedvc
 from pfl_ext.data.transforms import AugmentConfig
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, config=STRICT)

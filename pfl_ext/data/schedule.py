@@ -8,11 +8,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-
+from dataset.arrays import FloatArray, IntArray
 
 PER_USER, PER_STEP, PER_IMAGE = 0.04, 0.06, 0.011
 """Seconds of local training, fitted to stock pfl's times (RESULTS.md of FLAIR, workers). Only their ratios

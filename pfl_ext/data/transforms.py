@@ -21,6 +21,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.configs import STRICT
 
 Crop = Literal["crop", "padded", "resized"]
@@ -38,8 +39,6 @@ MOST_VIEWS = 256
 CROP_COLUMNS = 6
 KEY_BITS, KEY_COLUMNS = 24, 2
 """Bits in a column of `draw_keys`, and number of columns; float32 holds whole numbers of 24 bits."""
-
-FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -71,7 +70,7 @@ class Framing:
 
 def draw_crops(
     rng: np.random.Generator, n: int, image_size: int, input_size: int, crop: Crop, flip: Flip
-) -> FloatArray:
+) -> Float32Array:
     """Draw one crop and two flips for each of ``n`` square images, independently.
 
     ``crop="crop"``: a random square of ``input_size`` pixels (the FLAIR paper; Keras RandomCrop).
@@ -111,14 +110,14 @@ def draw_crops(
 
 def draw_crops_of(
     images: npt.NDArray[Any], rng: np.random.Generator, input_size: int, augment: AugmentConfig
-) -> FloatArray:
+) -> Float32Array:
     """`draw_crops` for some images ``[n, H, W, 3]``; zeros for features ``[n, D]``, which have no place."""
     if images.ndim == 2:
         return np.zeros((len(images), CROP_COLUMNS), np.float32)
     return draw_crops(rng, len(images), images.shape[1], input_size, augment.crop, augment.flip)
 
 
-def draw_keys(rng: np.random.Generator, crops: FloatArray) -> FloatArray:
+def draw_keys(rng: np.random.Generator, crops: Float32Array) -> Float32Array:
     """Crops of `draw_crops`, ``[n, 6]``, with a key of 48 bits for each image, ``[n, 8]``.
 
     The last columns hold 24 bits each. `pfl_ext.models.dropout` reads them.
@@ -127,9 +126,7 @@ def draw_keys(rng: np.random.Generator, crops: FloatArray) -> FloatArray:
     return np.concatenate([crops, keys.astype(np.float32)], 1)
 
 
-def _resized_shapes(
-    u: npt.NDArray[np.float64], image_size: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _resized_shapes(u: FloatArray, image_size: int) -> tuple[IntArray, IntArray]:
     """Heights and widths ``[n]`` from uniforms ``[n, 2 * tries]``: the first try that fits into the image."""
     area = image_size**2 * (RESIZED_SCALE[0] + u[:, :RESIZED_TRIES] * (RESIZED_SCALE[1] - RESIZED_SCALE[0]))
     low, high = math.log(RESIZED_RATIO[0]), math.log(RESIZED_RATIO[1])

@@ -14,12 +14,11 @@ import numpy.typing as npt
 import torch
 from pfl.data.dataset import Dataset
 
+from dataset.arrays import ByteArray, IntArray
 from pfl_ext.data.augmented_views import AugmentedViews, augmented
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.transforms import draw_keys
 
-IntArray = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
 Annotations = npt.NDArray[Any]
 """Annotations of some images, in the form that their task reads: `pfl_ext.tasks.task.Task.collate`."""
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import stream
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class Job(NamedTuple):

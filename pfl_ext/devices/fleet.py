@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.devices.config import DeviceClass, DevicesConfig
 from pfl_ext.devices.traces import read_capacities, sha256_of
 from pfl_ext.randomness import stream
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 PASSES = 3
 """Cost of a training step, in forward passes."""
 

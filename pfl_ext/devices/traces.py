@@ -21,14 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import BoolArray, FloatArray, IntArray
 from dataset.files import file_digest
 from pfl_ext.randomness import stream
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 CAPACITIES = ("client", "ms_per_sample", "kbps_up", "kbps_down")
 AVAILABILITY = ("client", "on", "off")
 

@@ -39,14 +39,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import BoolArray, FloatArray, IntArray
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.devices.fleet import Fleet, Sent
 from pfl_ext.devices.traces import Availability, sha256_of
 from pfl_ext.randomness import stream
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Work(Protocol):
@@ -219,7 +217,7 @@ class Turnouts:
 
     def _of_stragglers(
         self, users: IntArray, number: int, sizes: IntArray, whole: IntArray
-    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    ) -> tuple[IntArray, BoolArray]:
         """By FedProx's protocol: the steps for which each user has time, and who is a straggler; ``[n]``."""
         count, chosen = round(self._config.stragglers * len(users)), np.zeros(len(users), bool)
         if not count:
@@ -246,6 +244,6 @@ class Turnouts:
             steps[place] = max(bisect_right(range(steps[place] + 1), deadline, key=seconds) - 1, 0)
         return steps
 
-    def _seconds(self, users: IntArray, steps: IntArray) -> npt.NDArray[np.float64]:
+    def _seconds(self, users: IntArray, steps: IntArray) -> FloatArray:
         images = self._users.sampling.images_of_steps(self._users.sizes[users], steps)
         return self._fleet.seconds(users, images, self.sent)

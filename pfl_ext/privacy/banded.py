@@ -38,13 +38,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from dataset.arrays import FloatArray
 from pfl_ext.privacy.mechanisms import gaussian_noise
 from pfl_ext.randomness import derive
-
-FloatArray = npt.NDArray[np.float64]
 
 
 def square_root_coefficients(band: int) -> FloatArray:

@@ -39,6 +39,8 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
+from dataset.arrays import FloatArray
+
 Accountant = Literal["pld", "rdp"]
 Sampler = Literal["poisson", "fixed", "cyclic"]
 
@@ -111,7 +113,7 @@ class System:
         return privacy_profile(self, rounds)
 
 
-def gaussian_delta(epsilon: npt.ArrayLike, mu: float) -> npt.NDArray[np.float64]:
+def gaussian_delta(epsilon: npt.ArrayLike, mu: float) -> FloatArray:
     """Delta of a Gaussian mechanism whose sensitivity is ``mu`` standard deviations of its noise.
 
     ``Phi(mu / 2 - epsilon / mu) - exp(epsilon) Phi(-mu / 2 - epsilon / mu)`` (Balle and Wang 2018,
@@ -126,13 +128,11 @@ def gaussian_delta(epsilon: npt.ArrayLike, mu: float) -> npt.NDArray[np.float64]
     """
     at = np.asarray(epsilon, np.float64)
     kept = np.exp(log_ndtr(mu / 2 - at / mu))
-    delta: npt.NDArray[np.float64] = np.clip(kept - np.exp(at + log_ndtr(-mu / 2 - at / mu)), 0.0, 1.0)
+    delta: FloatArray = np.clip(kept - np.exp(at + log_ndtr(-mu / 2 - at / mu)), 0.0, 1.0)
     return delta
 
 
-def without_replacement_delta(
-    epsilon: npt.ArrayLike, noise_multiplier: float, share: float
-) -> npt.NDArray[np.float64]:
+def without_replacement_delta(epsilon: npt.ArrayLike, noise_multiplier: float, share: float) -> FloatArray:
     """The hockey-stick profile of one Gaussian round of a cohort drawn without replacement; an upper bound.
 
     Neighbours differ by one user replaced by another. For epsilon of 0 or more this is Balle, Barthe and
@@ -235,7 +235,7 @@ def epsilon_spent(
     return math.inf if ledger is None else float(ledger.get_epsilon(system.delta))
 
 
-def deltas_spent(system: System, rounds: int, epsilons: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def deltas_spent(system: System, rounds: int, epsilons: npt.ArrayLike) -> FloatArray:
     """Coarse upper bounds of delta for the rounds of `epsilon_spent`, at each of these epsilons (0 or more).
 
     Returns:

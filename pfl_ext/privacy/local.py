@@ -30,12 +30,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
+from dataset.arrays import Float32Array
 from pfl_ext.configs import STRICT
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.privacy.mechanisms import (
     ClippingBound,
     FlatGaussianMechanism,
-    FloatArray,
     VectorMechanism,
     gaussian_noise,
     in_chunks,
@@ -52,7 +52,7 @@ def laplace_sum(seed: int, size: int, users: int, threads: int = 1) -> Tensor:
     The difference of two gamma variables of that shape has that distribution. A function of ``seed`` alone.
     """
 
-    def draw(chunk: int, out: FloatArray) -> None:
+    def draw(chunk: int, out: Float32Array) -> None:
         rng = stream(seed, "laplace noise", chunk)
         out[:] = rng.standard_gamma(users, len(out))
         out -= rng.standard_gamma(users, len(out)).astype(np.float32)

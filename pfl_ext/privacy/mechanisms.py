@@ -14,7 +14,6 @@ from itertools import groupby
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pfl.hyperparam import HyperParamClsOrFloat
 from pfl.hyperparam.base import get_param_value
@@ -24,10 +23,10 @@ from pfl.stats import MappedVectorStatistics
 from pydantic import Field
 from torch import Tensor
 
+from dataset.arrays import Float32Array
 from pfl_ext.randomness import stream
 
 Clipping = Literal["flat", "per_layer"]
-FloatArray = npt.NDArray[np.float32]
 
 ROW = 1024  # norms are summed in float32 within rows of so many elements, in float64 across rows
 MARGIN = 2.0**-14
@@ -113,7 +112,7 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
     return Clipped(out, torch.linalg.vector_norm(norms, order), ~over.any(), finite)
 
 
-def in_chunks(size: int, threads: int, draw: Callable[[int, FloatArray], None]) -> Tensor:
+def in_chunks(size: int, threads: int, draw: Callable[[int, Float32Array], None]) -> Tensor:
     """``[size]`` float32 on the CPU; ``draw(chunk number, part)`` fills each `NOISE_CHUNK` numbers."""
     out = np.empty(size, np.float32)
     chunks = range(-(-size // NOISE_CHUNK))
@@ -133,7 +132,7 @@ def gaussian_noise(seed: int, size: int, threads: int = 1) -> Tensor:
     numbers has its own stream. Measured on one core: 16 ns a value.
     """
 
-    def draw(chunk: int, out: FloatArray) -> None:
+    def draw(chunk: int, out: Float32Array) -> None:
         stream(seed, "gaussian noise", chunk).standard_normal(dtype=np.float32, out=out)
 
     return in_chunks(size, threads, draw)

@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.privacy.mechanisms import gaussian_noise
 from pfl_ext.randomness import derive
 
-IntArray = npt.NDArray[np.int64]
-Read = Callable[[IntArray], npt.NDArray[np.float32]]
+Read = Callable[[IntArray], Float32Array]
 """Reads the features ``[n, C P]`` of some rows."""
 
 IMAGES = 512  # that are read at a time
@@ -84,17 +83,17 @@ def channel_moments(
     return first, second
 
 
-def clipped(vectors: npt.NDArray[np.float64], bound: float) -> npt.NDArray[np.float64]:
+def clipped(vectors: FloatArray, bound: float) -> FloatArray:
     """Each of ``[U, C]`` with a norm of at most ``bound``; zeros for one that is not finite."""
     finite = np.isfinite(vectors).all(1, keepdims=True)
     vectors = np.where(finite, vectors, 0.0)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     limit = bound * (1 - 2.0**-40)  # room for rounding
-    scaled: npt.NDArray[np.float64] = vectors * np.minimum(1.0, limit / np.maximum(norms, 1e-300))
+    scaled: FloatArray = vectors * np.minimum(1.0, limit / np.maximum(norms, 1e-300))
     return scaled
 
 
-def _vectors(read: Read, users: Owners, channels: int) -> Iterator[npt.NDArray[np.float64]]:
+def _vectors(read: Read, users: Owners, channels: int) -> Iterator[FloatArray]:
     """``[2, u, C]``: both moments of some users, one group of users after another."""
     sizes = users.sizes
     owners = np.flatnonzero(sizes)

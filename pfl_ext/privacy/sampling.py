@@ -8,12 +8,10 @@ by which `pfl_ext.data.federated_dataset` draws every cohort of these three kind
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.arrays import IntArray
 from pfl_ext.privacy.epsilon import Sampler
 from pfl_ext.randomness import stream
-
-IntArray = npt.NDArray[np.int64]
 
 
 def _poisson(seed: int, round_number: int, population: int, expected_size: int) -> IntArray:

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import batched_nms, sigmoid_focal_loss
 
+from dataset.arrays import Float32Array, IntArray
 from pfl_ext.data.joint_crops import boxes_cropped
 from pfl_ext.data.transforms import Framing
 from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX, SCORE, Detections, scorers
-from pfl_ext.tasks.task import IntArray, Task
+from pfl_ext.tasks.task import Task
 
 NO_LIMIT = 1e8
 """Greatest distance, in pixels, of a place that is responsible for boxes of any size."""
@@ -65,7 +65,7 @@ class Detection(Task):
         scorers()  # refuses before training if they are not installed
         self.num_classes = num_classes
 
-    def collate(self, annotations: npt.NDArray[np.float32]) -> Tensor:
+    def collate(self, annotations: Float32Array) -> Tensor:
         """Boxes ``[B, M, 6]``, unchanged.
 
         Raises:

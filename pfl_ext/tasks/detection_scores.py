@@ -17,12 +17,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pfl.metrics import MetricValue
 
+from dataset.arrays import Float32Array, FloatArray, IntArray
 from dataset.files import needed
 from pfl_ext.tasks.ranking import diverged
-from pfl_ext.tasks.task import FloatArray, IntArray, mean_of_known
+from pfl_ext.tasks.task import mean_of_known
 
 CLASS, FLAGS, SCORE = 4, 5, 5
 """Columns after left, top, right and bottom: the class; then a true box's flags or a detection's score."""
@@ -39,7 +39,7 @@ PRECISIONS = 101
 COCO = ("pycocotools.coco", "pycocotools.cocoeval")
 """Modules that are imported only when used, since commands without detection do not need them."""
 
-Array = npt.NDArray[np.float32]
+Array = Float32Array
 
 
 def scorers() -> list[ModuleType]:
@@ -139,7 +139,7 @@ class Detections(MetricValue):
         vector[rows] = np.concatenate([counted, *flat], 1)
         return vector.ravel()
 
-    def from_vector(self, vector: npt.NDArray[np.float32]) -> Detections:
+    def from_vector(self, vector: Float32Array) -> Detections:
         """The detections from a sum of such vectors over workers who scored different images."""
         _, found, truth = self.images
         table = vector.reshape(self.num_images, -1).astype(np.float32)

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.tasks import multi_label_scores as scores
 from pfl_ext.tasks.multi_label_scores import MultiLabelScores
-from pfl_ext.tasks.task import FloatArray, IntArray, Task, WeightedTask
+from pfl_ext.tasks.task import Task, WeightedTask
 
 
 class MultiLabel(Task):
@@ -98,7 +99,7 @@ class WeightedMultiLabel(WeightedTask, MultiLabel):
         """The event that an image has or lacks a label."""
         return ("has", number) if number < num_labels else ("lacks", number - num_labels)
 
-    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
+    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> Float32Array:
         """The weight of a present label, and minus the weight of an absent one."""
         present, absent = np.split(weights, 2)
         return np.where(annotations != 0, present, -absent).astype(np.float32)

@@ -21,11 +21,9 @@ import numpy.typing as npt
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import MetricValue
 
+from dataset.arrays import BoolArray, Float32Array, FloatArray, IntArray
 from pfl_ext.tasks.ranking import (
     Array,
-    BoolArray,
-    FloatArray,
-    IntArray,
     Ranking,
     as_bool,
     check_probabilities,
@@ -152,7 +150,7 @@ class _Rows(NamedTuple):
     """Some rows of the evaluation set."""
 
     rows: IntArray  # [B]
-    scores: npt.NDArray[np.float32]  # [B, K]
+    scores: Float32Array  # [B, K]
     targets: BoolArray  # [B, K]
 
 
@@ -199,7 +197,7 @@ class MultiLabelScores(MetricValue):
         assert not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
         return cls(num_rows, scores.shape[1], [_Rows(rows, scores, targets)])
 
-    def scores(self) -> npt.NDArray[np.float32]:
+    def scores(self) -> Float32Array:
         """Scores of the rows present, in row order, ``[number present, K]``; N rows once all are in."""
         return self._read().scores
 
@@ -238,7 +236,7 @@ class MultiLabelScores(MetricValue):
             and np.array_equal(mine.scores, others.scores, equal_nan=True)
         )
 
-    def to_vector(self) -> npt.NDArray[np.float32]:
+    def to_vector(self) -> Float32Array:
         """Float32 vector of N (K + 1) values; the sum over workers is the union of their rows.
 
         Row by row: K scores, then how often the row was scored. A score p >= 0 is stored with its exponent
@@ -291,7 +289,7 @@ _SIGN = np.int32(-(1 << 31))
 _NAN = np.float32(4).view(np.int32)  # the code of NaN: no probability is encoded above 2
 
 
-def _encode(scores: npt.NDArray[np.float32], targets: BoolArray) -> npt.NDArray[np.float32]:
+def _encode(scores: Float32Array, targets: BoolArray) -> Float32Array:
     """Pack score and target into one normal float32 each, see `MultiLabelScores.to_vector`."""
     code = np.ascontiguousarray(scores).view(np.int32) & _MAGNITUDE
     code += _EXPONENT_STEP
@@ -300,7 +298,7 @@ def _encode(scores: npt.NDArray[np.float32], targets: BoolArray) -> npt.NDArray[
     return code.view(np.float32)
 
 
-def _decode(table: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], BoolArray]:
+def _decode(table: Float32Array) -> tuple[Float32Array, BoolArray]:
     """Undo `_encode`."""
     code = table.view(np.int32)
     targets = code < 0

@@ -20,10 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dataset.arrays import BoolArray, FloatArray, IntArray
+
 Array = npt.NDArray[Any]
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 NUM_THRESHOLDS = 200
 """T of the published AP."""

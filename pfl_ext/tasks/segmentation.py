@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from pfl.metrics import MetricValue
 from torch import Tensor
 
+from dataset.arrays import ByteArray, Float32Array, FloatArray, IntArray
 from pfl_ext.data.joint_crops import masks_cropped
 from pfl_ext.data.transforms import Framing
 from pfl_ext.tasks.ranking import diverged
-from pfl_ext.tasks.task import FloatArray, IntArray, Task, mean_of_known
+from pfl_ext.tasks.task import Task, mean_of_known
 
 VOID = 255
 """The class number of pixels that belong to no class; they have no loss and no score."""
@@ -53,7 +53,7 @@ class Segmentation(Task):
         """The task with this share of each pixel's class spread over all classes."""
         return Segmentation(self.num_classes, label_smoothing)
 
-    def collate(self, annotations: npt.NDArray[np.uint8]) -> Tensor:
+    def collate(self, annotations: ByteArray) -> Tensor:
         """Masks ``[B, H, W]`` uint8, unchanged.
 
         Raises:
@@ -188,13 +188,13 @@ class Confusion(MetricValue):
         assert isinstance(other, Confusion)
         return bool(np.array_equal(self.counts, other.counts))
 
-    def to_vector(self) -> npt.NDArray[np.float32]:
+    def to_vector(self) -> Float32Array:
         """``[DIGITS C (C + 1)]``: the digits of all counts."""
         assert self.counts.max(initial=0) < 1 << DIGIT * DIGITS
         digits = [self.counts.ravel() >> DIGIT * place & (1 << DIGIT) - 1 for place in range(DIGITS)]
         return np.concatenate(digits).astype(np.float32)
 
-    def from_vector(self, vector: npt.NDArray[np.float32]) -> Confusion:
+    def from_vector(self, vector: Float32Array) -> Confusion:
         """The counts back, from a sum of up to 4,096 vectors."""
         assert vector.max(initial=0) < 1 << 24, "more than 4,096 workers: sums are no longer exact"
         digits = vector.astype(np.int64).reshape(DIGITS, -1)

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from pfl.metrics import MetricValue
 from torch import Tensor
 
+from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.tasks.ranking import diverged
-from pfl_ext.tasks.task import FloatArray, IntArray, WeightedTask
+from pfl_ext.tasks.task import WeightedTask
 
 FLOAT32_EXACT = 1 << 24
 """Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
@@ -79,7 +80,7 @@ class SingleLabel(WeightedTask):
                 f"FedIR's target distribution sums to {label_shares.sum():g}: give shares that sum to 1"
             )
 
-    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
+    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> Float32Array:
         """The weight at the class of each image, 0 elsewhere."""
         return (annotations * weights).astype(np.float32)
 
@@ -143,11 +144,11 @@ class ClassCounts(MetricValue):
         assert isinstance(other, ClassCounts)
         return bool(np.array_equal(self.to_vector(), other.to_vector()))
 
-    def to_vector(self) -> npt.NDArray[np.float32]:
+    def to_vector(self) -> Float32Array:
         """All counts, ``[2 K + 1]``; each is at most the number of images, so float32 is exact."""
         return np.concatenate([self.right, self.images, [self.unknown]]).astype(np.float32)
 
-    def from_vector(self, vector: npt.NDArray[np.float32]) -> ClassCounts:
+    def from_vector(self, vector: Float32Array) -> ClassCounts:
         """The counts from a sum of such vectors, exact below 2**24 images."""
         assert vector.max(initial=0) < FLOAT32_EXACT, "2**24 images or more: float32 sums are no longer exact"
         counts = vector.astype(np.int64)

@@ -21,10 +21,9 @@ import torch
 from pfl.metrics import MetricValue
 from torch import Tensor
 
+from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.data.transforms import Framing, cropped, resize
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 Outputs = Literal["image", "pixels", "boxes"]
 """Kinds of a network's outputs: for a whole image, for each pixel, or for many places where a box may be."""
 
@@ -185,7 +184,7 @@ class WeightedTask(Task):
             raise ValueError("FedIR's target distribution must be one share in 0..1 for each label")
 
     @abstractmethod
-    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
+    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> Float32Array:
         """Targets ``[n, K]`` with the weights of the events that happened in each image."""
 
 

@@ -19,13 +19,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
 from benchmarks.core.experiment import Experiment
 from benchmarks.flair.train import Flair
+from dataset.arrays import BoolArray, FloatArray
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label_scores import average_precision
@@ -33,7 +33,7 @@ from tests.pfl_ext.engine.cpu.roundings import UNIT
 from tests.pfl_ext.engine.setting import in_float64, move_weights
 
 LUCK = 4.0
-Array = npt.NDArray[np.float64]
+Array = FloatArray
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Scored:
     loss: float
     logits: Array
     """``[N, K]``."""
-    targets: npt.NDArray[np.bool_]
+    targets: BoolArray
     """``[N, K]``."""
 
     def average_precisions(self, off: float = 0.0) -> Array:

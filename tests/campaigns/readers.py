@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -27,6 +26,7 @@ from benchmarks.flair.report import main as report
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.space import SWEEPS, read_sweep
 from benchmarks.visual_classification.config import VISION
+from dataset.arrays import ByteArray
 from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.flair.download_preprocess import read_vocabulary
@@ -222,7 +222,7 @@ def _cifar_targets(folder: Path) -> list[Target]:
     ]
 
 
-def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
+def _png(pixels: ByteArray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

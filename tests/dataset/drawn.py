@@ -11,11 +11,11 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from dataset.arrays import ByteArray
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES
@@ -24,7 +24,7 @@ SIDE = 32
 _CELLS, _CELL = 4, 8  # 16 bits in a grid of black and white cells
 
 
-def draw(number: int, side: int = SIDE) -> npt.NDArray[np.uint8]:
+def draw(number: int, side: int = SIDE) -> ByteArray:
     """The number's 16 bits as a chequered picture, ``[side, side, 3]``."""
     bits = (number >> np.arange(_CELLS * _CELLS)) & 1
     grid = (bits.reshape(_CELLS, _CELLS) * 255).astype(np.uint8)
@@ -39,7 +39,7 @@ def jpeg(number: int, side: int = SIDE) -> bytes:
     return buffer.getvalue()
 
 
-def number_in(pixels: npt.NDArray[np.uint8]) -> int:
+def number_in(pixels: ByteArray) -> int:
     """The number that was drawn, at any side that is a multiple of four."""
     cell = pixels.shape[0] // _CELLS
     means = pixels.astype(float).mean(axis=2).reshape(_CELLS, cell, _CELLS, cell).mean(axis=(1, 3))

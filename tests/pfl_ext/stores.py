@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
+from dataset.arrays import ByteArray, IntArray
 
 
 class NumberedStore:
@@ -32,7 +30,7 @@ class NumberedStore:
         return targets
 
 
-def rows_of(images: npt.NDArray[np.uint8]) -> IntArray:
+def rows_of(images: ByteArray) -> IntArray:
     """The row numbers painted into a batch of images."""
     pixel = images[:, 0, 0].astype(np.int64)
     return np.asarray(pixel @ np.array([65536, 256, 1]), np.int64)

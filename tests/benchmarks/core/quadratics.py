@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -30,11 +29,12 @@ from benchmarks.core.facts import hardware
 from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
+from dataset.arrays import FloatArray
 from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
 
-Array = npt.NDArray[np.float64]
+Array = FloatArray
 SIDE, CLASSES = 2, 3
 SIZES = (2, 7, 5, 11, 1)
 ROUNDS, TABLE_ROUNDS = 6, 40

@@ -20,10 +20,11 @@ from benchmarks.core.config.privacy_rules import OF_THE_DATA, Rule
 from benchmarks.core.config.sections import ImageConfig, TrainingConfig
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment, build_model
+from dataset.arrays import ByteArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import Annotations, ByteArray, IntArray
+from pfl_ext.data.federated_dataset import Annotations
 from pfl_ext.data.transforms import Framing
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream

@@ -25,12 +25,12 @@ from benchmarks.core.execute import execute
 from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
+from dataset.arrays import FloatArray
 from pfl_ext import checkpoint
 from pfl_ext.algorithms import decentralised
 from pfl_ext.algorithms.dsgd import DSGD, DSGDOptions
 from pfl_ext.algorithms.hierarchical import groups_of
 from pfl_ext.algorithms.pushsum import PushSum, PushSumOptions
-from pfl_ext.algorithms.topologies import FloatArray
 from pfl_ext.workers.distributed import connected
 from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core import quadratics

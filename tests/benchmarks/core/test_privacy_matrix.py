@@ -30,12 +30,13 @@ from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
+from dataset.arrays import IntArray
 from pfl_ext.aggregation.rule import RULES as RULES_BY_NAME
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.attacks.attack import ATTACKS
 from pfl_ext.compression.compressor import COMPRESSORS, FeedbackOptions
-from pfl_ext.data.augmented_views import AugmentedViews, IntArray
+from pfl_ext.data.augmented_views import AugmentedViews
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.models.features import Split
 from pfl_ext.privacy.central import NoisyMean

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from PIL import Image
 
+from dataset.arrays import ByteArray
 from dataset.browse.__main__ import main, users_part
 from dataset.browse.owners import chosen, label_counts, owners_of, size_counts, skew_of
 from dataset.browse.thumbnails import OPAQUE, colour, thumbnail
@@ -45,7 +45,7 @@ def page(output: Path) -> Page:
     return check(output.read_text())
 
 
-def pixels_of(html: str) -> npt.NDArray[np.uint8]:
+def pixels_of(html: str) -> ByteArray:
     _, _, data = html.partition("base64,")
     with Image.open(io.BytesIO(base64.b64decode(data.partition('"')[0]))) as image:
         return np.asarray(image.convert("RGB"))

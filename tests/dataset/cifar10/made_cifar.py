@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from dataset.arrays import ByteArray
 from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.cifar10.source import Cifar
 from dataset.cifar100.download_preprocess import CIFAR100
@@ -25,7 +25,7 @@ SIZES = {"train": 60, "test": 20}
 FIRST = {"train": 1, "test": 5001}
 
 
-def pixels(split: str, row: int) -> npt.NDArray[np.uint8]:
+def pixels(split: str, row: int) -> ByteArray:
     """``[32, 32, 3]``; no two of its rows, columns or channels are alike."""
     rng = np.random.default_rng(FIRST[split] + row)
     return rng.integers(0, 256, (32, 32, 3)).astype(np.uint8)

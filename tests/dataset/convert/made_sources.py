@@ -10,9 +10,9 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
+from dataset.arrays import ByteArray
 from dataset.cli import run
 from dataset.convert.__main__ import main
 from dataset.store.hdf5 import DataFile
@@ -128,7 +128,7 @@ def shown(path: Path) -> dict[int, tuple[str, str, str]]:
     return found
 
 
-def pixels_of(path: Path) -> dict[int, npt.NDArray[np.uint8]]:
+def pixels_of(path: Path) -> dict[int, ByteArray]:
     """The stored pixels of each image, by the number that they show."""
     with DataFile(path) as file:
         every = [

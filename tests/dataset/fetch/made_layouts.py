@@ -22,6 +22,7 @@ import scipy.io
 from PIL import Image
 
 from dataset import preprocess_annotated
+from dataset.arrays import ByteArray
 from dataset.cli import run
 from dataset.coco.download_preprocess import COCO_2017
 from dataset.fetch.voc import CLASSES
@@ -51,7 +52,7 @@ class Photo:
         return (None, "Fried Camels", "Jo?")[self.number % 3]
 
     @property
-    def mask(self) -> npt.NDArray[np.uint8]:
+    def mask(self) -> ByteArray:
         mask = np.zeros((SIDE, SIDE), np.uint8)
         mask[self.number % SIDE :] = self.number % 20 + 1
         return mask
@@ -72,7 +73,7 @@ def photo(number: int) -> Photo:
     return next(one for one in (*TRAIN, *VAL, *TEST) if one.number == number)
 
 
-def palette_png(mask: npt.NDArray[np.uint8]) -> bytes:
+def palette_png(mask: ByteArray) -> bytes:
     image = Image.fromarray(mask, "P")
     image.putpalette([value for k in range(256) for value in (k * 37 % 256, k * 91 % 256, k)])
     buffer = io.BytesIO()

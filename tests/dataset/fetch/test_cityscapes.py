@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from dataset.arrays import ByteArray
 from dataset.cityscapes import download_preprocess as cityscapes
 from dataset.cityscapes.download_preprocess import SCENES
 from dataset.cityscapes.source import CLASSES, NUM_IDS, mask_png, read
@@ -54,13 +54,13 @@ FIRST = "gtFine/train/aachen/aachen_000000_000019" + MASK
 IMAGE = "leftImg8bit/train/aachen/aachen_000000_000019_leftImg8bit.png"
 
 
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+def png(pixels: ByteArray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def label_ids(number: int) -> npt.NDArray[np.uint8]:
+def label_ids(number: int) -> ByteArray:
     """The mask of a scene, in which all ids occur."""
     return ((np.arange(SIDE * SIDE) + number) % NUM_IDS).astype(np.uint8).reshape(SIDE, SIDE)
 

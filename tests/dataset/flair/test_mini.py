@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from dataset.arrays import BoolArray, ByteArray, FloatArray, IntArray
 from dataset.cli import run
 from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, main, mini_index, write_mini
 from dataset.store.hdf5 import DataFile
@@ -40,11 +41,11 @@ def small() -> DatasetIndex:
     return mini_index(SMALL)
 
 
-def per_image(split: SplitIndex, taxonomy: str) -> npt.NDArray[np.int64]:
+def per_image(split: SplitIndex, taxonomy: str) -> IntArray:
     return np.diff(split.labels[taxonomy].indptr)
 
 
-def users_with(split: SplitIndex, taxonomy: str) -> npt.NDArray[np.bool_]:
+def users_with(split: SplitIndex, taxonomy: str) -> BoolArray:
     """Whether a user has a label on any image, ``[U, labels]``."""
     labels = split.labels[taxonomy]
     out = np.zeros((split.num_users, labels.num_labels), bool)
@@ -52,7 +53,7 @@ def users_with(split: SplitIndex, taxonomy: str) -> npt.NDArray[np.bool_]:
     return out
 
 
-def dense(split: SplitIndex) -> npt.NDArray[np.uint8]:
+def dense(split: SplitIndex) -> ByteArray:
     return split.labels["labels"].dense(np.arange(split.num_images))
 
 
@@ -167,7 +168,7 @@ def test_an_image_has_a_coarse_label_exactly_if_it_has_a_fine_one_of_it(num_fine
 
 
 def test_user_sizes_follow_cap_and_factor() -> None:
-    def sizes(cap: int | None, factor: float) -> npt.NDArray[np.int64]:
+    def sizes(cap: int | None, factor: float) -> IntArray:
         spec = MiniSpec(300, 5, 5, max_user_images=cap, size_factor=factor)
         return np.diff(mini_index(spec).splits["train"].user_offsets)
 
@@ -226,7 +227,7 @@ def test_another_size_shows_the_same_scene(small: DatasetIndex) -> None:
 # Users differ
 
 
-def spread_between_users(values: npt.NDArray[np.float64], user: npt.NDArray[np.int32]) -> float:
+def spread_between_users(values: FloatArray, user: npt.NDArray[np.int32]) -> float:
     """Variance of the users' means, summed over columns."""
     counts = np.bincount(user)
     means = np.stack([np.bincount(user, column) / counts for column in values.T], 1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from sklearn.metrics import average_precision_score
 from torch import nn
 
+from dataset.arrays import BoolArray, ByteArray, Float32Array
 from dataset.flair.mini import MiniSpec, draw_images, mini_index
 from dataset.flair.mini_draw import _COLOURS
 from dataset.store.index import DatasetIndex
@@ -49,7 +49,7 @@ def test_a_small_network_learns_the_labels_but_no_rule_of_colour_does() -> None:
     assert macro_ap(test[1], nearest, frequent) < precision - 0.15  # though it knows the marks' colours
 
 
-Images = npt.NDArray[np.uint8]
+Images = ByteArray
 
 
 def images_and_labels(spec: MiniSpec, index: DatasetIndex, name: str) -> tuple[Images, Images]:
@@ -61,7 +61,7 @@ def as_input(images: Images) -> torch.Tensor:
     return (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - 0.45) / 0.23
 
 
-def macro_ap(labels: Images, scores: npt.NDArray[np.float32], columns: npt.NDArray[np.bool_]) -> float:
+def macro_ap(labels: Images, scores: Float32Array, columns: BoolArray) -> float:
     return float(average_precision_score(labels[:, columns], scores[:, columns], average="macro"))
 
 

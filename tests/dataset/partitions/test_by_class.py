@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset.arrays import IntArray
 from dataset.partitions.by_class import LEAST_IMAGES
 from dataset.partitions.drawn import drawers, parse_kinds, read_name
 from dataset.partitions.statistics import distances, mean_emd
-from dataset.store.annotations import IntArray
 from dataset.store.index import PartitionIndex, meaning
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "cifar10" / "train-00000-of-00001.parquet"

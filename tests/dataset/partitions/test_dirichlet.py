@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset.arrays import IntArray
 from dataset.partitions import dirichlet
 from dataset.partitions.dirichlet import (
     _draw_q,
@@ -19,7 +19,6 @@ from dataset.partitions.dirichlet import (
 )
 from dataset.partitions.drawn import parse_kinds, partition_name
 from dataset.partitions.statistics import distances
-from dataset.store.annotations import IntArray
 from dataset.store.index import known_as, meaning
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
@@ -27,7 +26,7 @@ CIFAR100 = np.repeat(np.arange(100), 500)
 SEEDS = 24
 
 
-def golden(classes: npt.NDArray[np.int64], alpha: float, seed: int) -> tuple[float, float]:
+def golden(classes: IntArray, alpha: float, seed: int) -> tuple[float, float]:
     """Mean EMD and mean number of classes of 100 clients of 500 images."""
     dealt = dirichlet_partition(classes, alpha, seed)
     distance, held = distances(classes[dealt.rows], np.repeat(np.arange(100), 500), 100)
@@ -50,7 +49,7 @@ def golden(classes: npt.NDArray[np.int64], alpha: float, seed: int) -> tuple[flo
     ],
 )
 def test_google_published_a_draw_of_this_sampler(
-    classes: npt.NDArray[np.int64], alpha: float, emd: float, held: float
+    classes: IntArray, alpha: float, emd: float, held: float
 ) -> None:
     """Within three standard deviations of one draw, and half a unit of the table's last digit."""
     drawn = np.array([golden(classes, alpha, seed) for seed in range(SEEDS if classes is CIFAR10 else 6)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pfl.data.partition import partition_by_dirichlet_class_distribution
 
-from dataset.store.annotations import IntArray
+from dataset.arrays import IntArray
 from tests.dataset.partitions.test_by_class import MADE, drawn, emd, held
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pytest
 from PIL import Image
 
+from dataset.arrays import ByteArray
 from dataset.cli import run
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.source import Shard
@@ -39,7 +39,7 @@ SIZES = {"a0": (12, 20), "a1": (30, 16), "b0": (16, 16), "b1": (40, 8), "c0": (9
 """Height and width of each image; its user is the first letter, c is of val."""
 
 
-def png(mask: npt.NDArray[np.uint8]) -> bytes:
+def png(mask: ByteArray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(mask).save(buffer, "PNG")
     return buffer.getvalue()
@@ -58,7 +58,7 @@ def grey_of_4_bits(height: int, width: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
 
 
-def mask_of(image_id: str) -> npt.NDArray[np.uint8]:
+def mask_of(image_id: str) -> ByteArray:
     height, width = SIZES[image_id]
     mask = np.zeros((height, width), np.uint8)
     mask[height // 2 :] = 1

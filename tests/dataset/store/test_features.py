@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataset.arrays import Float32Array, IntArray
 from dataset.store import features
-from dataset.store.features import BLOCK, FeatureCache, FloatArray, IntArray
+from dataset.store.features import BLOCK, FeatureCache
 
 WIDTH = 3
 COUNTS = {"train": 2 * BLOCK + 5, "test": 7}
@@ -21,7 +22,7 @@ def cache(tmp_path: Path, kind: str = "float32", **depends_on: object) -> Featur
     return FeatureCache(tmp_path / "f.hdf5", depends_on, COUNTS, WIDTH, kind)
 
 
-def made(split: str, rows: IntArray) -> FloatArray:
+def made(split: str, rows: IntArray) -> Float32Array:
     """Numbers that differ by split, row and column."""
     return (rows[:, None] * 10 + np.arange(WIDTH) + 0.5 * (split == "test")).astype(np.float32)
 
@@ -44,7 +45,7 @@ def test_only_blocks_of_wanted_rows_are_computed(tmp_path: Path) -> None:
 
 
 def test_a_fill_that_was_killed_goes_on_at_its_block(tmp_path: Path) -> None:
-    def killed(split: str, rows: IntArray) -> FloatArray:
+    def killed(split: str, rows: IntArray) -> Float32Array:
         if rows[0]:
             raise KeyboardInterrupt
         return made(split, rows)

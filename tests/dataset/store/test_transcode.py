@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from dataset.arrays import ByteArray
 from dataset.cli import run
 from dataset.flair.download_preprocess import main
 from dataset.journal import Journal
@@ -27,7 +27,7 @@ from dataset.store.images import Transcoding, decode, other_format, to_jpeg, to_
 from dataset.store.validate import validate
 from tests.dataset.drawn import SIDE, Record, assert_paired, draw, records, write_parquet
 
-Make = Callable[[npt.NDArray[np.uint8]], bytes]
+Make = Callable[[ByteArray], bytes]
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -36,43 +36,43 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+def png(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels), "PNG")
 
 
-def palette(pixels: npt.NDArray[np.uint8]) -> bytes:
+def palette(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels).quantize(16), "PNG")
 
 
-def one_bit(pixels: npt.NDArray[np.uint8]) -> bytes:
+def one_bit(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels).convert("1"), "PNG")
 
 
-def webp(pixels: npt.NDArray[np.uint8]) -> bytes:
+def webp(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels), "WEBP", lossless=True)
 
 
-def gif(pixels: npt.NDArray[np.uint8]) -> bytes:
+def gif(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels), "GIF")
 
 
-def animation(pixels: npt.NDArray[np.uint8]) -> bytes:
+def animation(pixels: ByteArray) -> bytes:
     other = Image.fromarray(255 - pixels)
     return saved(Image.fromarray(pixels), "GIF", save_all=True, append_images=[other, other])
 
 
-def rgba(pixels: npt.NDArray[np.uint8]) -> bytes:
+def rgba(pixels: ByteArray) -> bytes:
     """White is transparent, and what lies there is red."""
     alpha = np.where(pixels[..., :1] > 127, 0, 255).astype(np.uint8)
     colour = np.where(pixels > 127, np.array([255, 0, 0], np.uint8), pixels)
     return saved(Image.fromarray(np.concatenate([colour, alpha], 2)), "PNG")
 
 
-def grey16(pixels: npt.NDArray[np.uint8]) -> bytes:
+def grey16(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "PNG")
 
 
-def rgb16(pixels: npt.NDArray[np.uint8]) -> bytes:
+def rgb16(pixels: ByteArray) -> bytes:
     """Pillow does not write these: signature, IHDR, IDAT, IEND."""
     height, width, _ = pixels.shape
     wide = pixels.astype(">u2") * 256 + 77

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from benchmarks.core.config.trees import build
+from dataset.arrays import FloatArray, IntArray
 from pfl_ext.aggregation.krum import squared_distances
 from pfl_ext.aggregation.rule import RULES, AggregationRule, SpooledOptions
-from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+from pfl_ext.aggregation.spool import Spool
 from pfl_ext.attacks.alie import largest_z
 from pfl_ext.attacks.attack import ATTACKS, Attack, attackers
 from pfl_ext.attacks.label_flip import FlippedLabels
@@ -49,7 +50,7 @@ def updates(seed: int = 0, n: int = N) -> Any:
 WEIGHTS = np.random.default_rng(9).integers(1, 20, N).astype(float)
 
 
-def brute(kind: str, x: DoubleArray, weights: DoubleArray, f: int) -> Any:
+def brute(kind: str, x: FloatArray, weights: FloatArray, f: int) -> Any:
     """By the definition, number by number."""
     n, p = len(x), weights / weights.sum()
     if kind == "mean":

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from pfl.aggregate.weighting import WeightByUser
@@ -21,6 +20,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
+from dataset.arrays import ByteArray, FloatArray, IntArray
 from pfl_ext.algorithms.algorithm import Means
 from pfl_ext.algorithms.closed_form import NOISE, ClosedForm, HeadOptions, RidgeOptions, Sums, solved
 from pfl_ext.algorithms.fed3r import Fed3R, largest_of_noise
@@ -36,7 +36,7 @@ from pfl_ext.tasks.task import Task
 from tests.pfl_ext.engine.setting import private
 from tests.pfl_ext.samplings import local_sampling
 
-Matrix = npt.NDArray[np.float64]
+Matrix = FloatArray
 IMAGES, WIDTH, LABELS, SIDE = 60, 12, 4, 2
 NEAR = 1e-9
 """Float64 to 1e-16, a sum of 60 terms, and a condition of a thousand, with a margin of ten thousand."""
@@ -45,7 +45,7 @@ NEAR = 1e-9
 class Features:
     """A store of features ``[N, D]`` and labels ``[N, K]``, of users with so many images."""
 
-    def __init__(self, sizes: Sequence[int], order: npt.NDArray[np.int64], several: bool = False) -> None:
+    def __init__(self, sizes: Sequence[int], order: IntArray, several: bool = False) -> None:
         rng = np.random.default_rng(5)
         classes = rng.integers(LABELS - 1, size=IMAGES)  # of the last class there is no image
         labels = np.eye(LABELS, dtype=np.uint8)[classes]
@@ -58,10 +58,10 @@ class Features:
         self.user_ids = [f"user {number}" for number in range(len(sizes))]
         self.user_offsets = np.concatenate([[0], np.cumsum(sizes)])
 
-    def read(self, rows: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.uint8]]:
+    def read(self, rows: IntArray) -> tuple[Any, ByteArray]:
         return self.features[rows], self.labels[rows]
 
-    def targets(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    def targets(self, rows: IntArray) -> ByteArray:
         return self.labels[rows]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
+from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Means
 from pfl_ext.algorithms.fednas import FedNAS, FedNASOptions, LocalSearch, halves, paired
 from pfl_ext.backend import training_context
@@ -34,7 +34,7 @@ SIDE, BATCH, EPOCHS = 8, 2, 2
 class Noise(NumberedStore):
     """Images of noise; a read beyond the users' rows raises."""
 
-    def read(self, rows: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+    def read(self, rows: IntArray) -> tuple[Any, Any]:
         _, targets = super().read(rows)
         all_images = np.random.default_rng(1).integers(0, 256, (self.user_offsets[-1], SIDE, SIDE, 3))
         return all_images.astype(np.uint8)[rows], targets

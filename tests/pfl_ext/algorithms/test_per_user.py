@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pfl.internal.ops import pytorch_ops
 from sklearn.metrics import average_precision_score
 
+from dataset.arrays import ByteArray, IntArray
 from pfl_ext.algorithms.per_user import (
     Personalisation,
     per_user_scores,
@@ -20,7 +21,6 @@ from pfl_ext.algorithms.per_user import (
     shot_table,
     user_split,
 )
-from pfl_ext.data.federated_dataset import ByteArray, IntArray
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import PER_USER, PRESENT

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from torch import nn
 
+from dataset.arrays import IntArray
 from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, audit
-from pfl_ext.auditing.canaries import CanaryUsers, IntArray, MakeMechanism
+from pfl_ext.auditing.canaries import CanaryUsers, MakeMechanism
 from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy.accounting import PrivacyConfig

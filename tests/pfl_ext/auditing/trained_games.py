@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.auditing.canaries import NAMES, TENSORS, CanaryNetwork, Directions, Game, IntArray, _signs
+from dataset.arrays import ByteArray, IntArray
+from pfl_ext.auditing.canaries import NAMES, TENSORS, CanaryNetwork, Directions, Game, _signs
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.rules import Refusals
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = ByteArray
 
 
 class CanaryStore:

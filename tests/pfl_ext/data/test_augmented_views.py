@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from dataset.arrays import Float32Array, IntArray
 from pfl_ext.data.augmented_views import AugmentedViews, crops_of_view
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
@@ -22,11 +22,11 @@ RESIZED = AugmentConfig("resized", "both")
 class ViewStore(NumberedStore):
     """Features ``[row, view, 0, ...]``."""
 
-    def read(self, rows: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+    def read(self, rows: IntArray) -> tuple[Any, Any]:
         return AugmentedViews(rows, VIEWS, self.features), self.targets(rows)
 
     @staticmethod
-    def features(rows: npt.NDArray[np.int64], views: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def features(rows: IntArray, views: IntArray) -> Float32Array:
         out = np.zeros((len(rows), WIDTH), np.float32)
         out[:, 0], out[:, 1] = rows, views
         return out
@@ -46,7 +46,7 @@ def used(users: FederatedImageDataset, user: int, epochs: int = 1) -> list[tuple
     return [(int(row), int(view)) for features, _, _ in batches for row, view in features[:, :2].tolist()]
 
 
-def crops(rows: list[int], view: int = 0, seed: int = 0, split: str = "train") -> npt.NDArray[np.float32]:
+def crops(rows: list[int], view: int = 0, seed: int = 0, split: str = "train") -> Float32Array:
     return crops_of_view(seed, split, np.array(rows), view, 32, 24, RESIZED)
 
 

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset.arrays import IntArray
 from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages, iid_partition, natural_partition
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import stream
 from tests.pfl_ext.samplings import local_sampling
-from tests.pfl_ext.stores import IntArray, NumberedStore, rows_of
+from tests.pfl_ext.stores import NumberedStore, rows_of
 
 SMALL = local_sampling(num_epochs=2, batch_size=4, max_images=6, input_size=8)
 

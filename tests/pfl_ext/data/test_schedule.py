@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset.arrays import FloatArray
 from dataset.flair.mini import MiniSpec, mini_index
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.schedule import longest_first, predicted_costs
@@ -18,7 +18,7 @@ from tests.pfl_ext.stores import NumberedStore
 COSTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
 
-Costs = npt.NDArray[np.float64]
+Costs = FloatArray
 
 
 def round_robin(costs: Costs, world_size: int) -> list[list[int]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
 
+from dataset.arrays import IntArray
 from pfl_ext.data.augmented_views import AugmentedViews
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
@@ -39,22 +39,22 @@ class FeatureStore:
         self.features = (draw.standard_normal((len(scale), WIDTH)) * scale).astype(np.float32)
         self.reads = 0
 
-    def read(self, rows: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+    def read(self, rows: IntArray) -> tuple[Any, Any]:
         self.reads += 1
         return self.features[rows], self.targets(rows)
 
-    def targets(self, rows: npt.NDArray[np.int64]) -> Any:
+    def targets(self, rows: IntArray) -> Any:
         return np.eye(CLASSES, dtype=np.uint8)[rows % CLASSES]
 
 
 class ViewStore(FeatureStore):
     """Three views of each row, of which the second and third are multiples of the first."""
 
-    def read(self, rows: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+    def read(self, rows: IntArray) -> tuple[Any, Any]:
         self.reads += 1
         return AugmentedViews(rows, 3, self.viewed), self.targets(rows)
 
-    def viewed(self, rows: npt.NDArray[np.int64], views: npt.NDArray[np.int64]) -> Any:
+    def viewed(self, rows: IntArray, views: IntArray) -> Any:
         return self.features[rows] * (1 + views[:, None]).astype(np.float32)
 
 

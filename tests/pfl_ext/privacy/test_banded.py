@@ -7,7 +7,6 @@ from typing import Any
 
 import dp_accounting
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pfl.privacy.ftrl_mechanism import BandedMatrixFactorizationMechanism, FTRLMatrixFactorizer
 
+from dataset.arrays import FloatArray
 from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
 from pfl_ext.privacy.banded import BandedFactor, CorrelatedNoise, sensitivity
 from pfl_ext.privacy.central import PrivateMean, private_mean
@@ -26,7 +26,6 @@ from pfl_ext.randomness import derive
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.privacy.test_central import release, value
 
-FloatArray = npt.NDArray[np.float64]
 SPECIAL = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
 POPULATION, COHORT, ROUNDS = 100, 10, 25
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dataset.arrays import ByteArray, IntArray
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
@@ -19,7 +20,7 @@ from pfl_ext.randomness import stream, torch_stream
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.privacy.test_central import calibration
 from tests.pfl_ext.samplings import local_sampling
-from tests.pfl_ext.stores import ByteArray, IntArray, NumberedStore
+from tests.pfl_ext.stores import NumberedStore
 
 SAMPLING = local_sampling(num_epochs=2, batch_size=8, max_images=16, input_size=16)
 BOUND = 0.2

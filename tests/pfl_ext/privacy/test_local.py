@@ -6,7 +6,6 @@ from typing import Any
 
 import dp_accounting
 import numpy as np
-import numpy.typing as npt
 import pfl.model.pytorch  # noqa: F401  (makes torch the framework of pfl)
 import pytest
 import torch
@@ -18,13 +17,14 @@ from pfl.privacy.privacy_mechanism import LocalPrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 from scipy.stats import ks_2samp
 
+from dataset.arrays import FloatArray
 from pfl_ext.privacy.central import METRICS, metric_name
 from pfl_ext.privacy.local import FlatLaplaceMechanism, LocallyPrivateMean, LocalPrivacyConfig, laplace_sum
 from pfl_ext.privacy.mechanisms import NOISE_CHUNK
 from tests.pfl_ext.privacy.test_central import release
 
 
-def local_outputs(config: LocalPrivacyConfig, value: float, trials: int) -> npt.NDArray[np.float64]:
+def local_outputs(config: LocalPrivacyConfig, value: float, trials: int) -> FloatArray:
     mechanism = config.make()
     out = []
     for seed in range(trials):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
+from dataset.arrays import Float32Array
 from pfl_ext.data.federated_dataset import Partition
 from pfl_ext.privacy.moments import IMAGES, Release, channel_moments
 from tests.closeness import assert_close_as_vector
@@ -15,7 +15,7 @@ CHANNELS, PIXELS = 6, 4
 BOUNDS = (0.8, 1.5)
 
 
-def drawn(num_images: int, seed: int = 0) -> npt.NDArray[np.float32]:
+def drawn(num_images: int, seed: int = 0) -> Float32Array:
     scale = np.linspace(0.2, 2, CHANNELS).repeat(PIXELS)
     values = np.random.default_rng(seed).standard_normal((num_images, CHANNELS * PIXELS)) + 0.3
     return (values * scale).astype(np.float32)

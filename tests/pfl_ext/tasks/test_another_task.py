@@ -13,11 +13,12 @@ from pfl.metrics import Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
+from dataset.arrays import IntArray
 from pfl_ext.data.joint_crops import masks_cropped
 from pfl_ext.data.transforms import Framing
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.tasks.task import IntArray, Task
+from pfl_ext.tasks.task import Task
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, rounding_of
 from tests.pfl_ext.samplings import local_sampling
 

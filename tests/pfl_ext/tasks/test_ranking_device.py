@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset.arrays import BoolArray
 from pfl_ext.tasks import multi_label_scores, ranking
-from pfl_ext.tasks.ranking import Array, BoolArray, Ranking, rank, rank_on
+from pfl_ext.tasks.ranking import Array, Ranking, rank, rank_on
 
 CPU = torch.device("cpu")
 
