@@ -30,6 +30,7 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
+from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -141,19 +142,17 @@ class Channel(Stage):
         seed: int,
         folder: Path | None,
     ) -> None:
-        variables = dict(module.named_parameters())
-        self._shapes = {name: variables[name].shape for name in names}
-        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        self._variables = FlatVariables(module, names)
         self._compressor, self._seed, self._round = compressor, seed, 0
-        self._numbers = {user: number for number, user in enumerate(users.partition.user_ids)}
+        self._numbers = users.partition.numbers
         self._errors: Errors | None = None
         if getattr(compressor.chosen, "error_feedback", False):
-            self._errors = Errors(users, sum(self._sizes), None if folder is None else folder / FILE)
+            self._errors = Errors(users, self._variables.length, None if folder is None else folder / FILE)
 
     @property
     def num_bytes(self) -> int:
         """Size of a message in bytes."""
-        return self._compressor.num_bytes(list(self._shapes.values()))
+        return self._compressor.num_bytes(list(self._variables.shapes.values()))
 
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
@@ -172,11 +171,11 @@ class Channel(Stage):
 
         An update that is not finite is sent as it is, and leaves the user's error unchanged.
         """
-        tensors = [update[name].detach() for name in self._shapes]
+        tensors = [update[name].detach() for name in self._variables.shapes]
         error = None if self._errors is None else self._errors.read(user)
         if error is not None:
-            parts = torch.split(error.to(tensors[0].device), self._sizes)
-            tensors = [t + part.view(t.shape) for t, part in zip(tensors, parts)]
+            parts = self._variables.named(error.to(tensors[0].device))
+            tensors = [t + part for t, part in zip(tensors, parts.values())]
         if not all(bool(torch.isfinite(t).all()) for t in tensors):
             return dict(update)
         rng = stream(self._seed, "compression", self._round, user)
@@ -184,7 +183,7 @@ class Channel(Stage):
         if self._errors is not None:
             left = [(x - y).reshape(-1) for x, y in zip(tensors, decoded)]
             self._errors.write(user, torch.cat(left))
-        return {**update, **dict(zip(self._shapes, decoded))}
+        return {**update, **dict(zip(self._variables.shapes, decoded))}
 
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
@@ -192,7 +191,7 @@ class Channel(Stage):
         """Replace the user's update by `sent`; a user without images is left as it is."""
         if user_context.num_datapoints:
             sent = self.sent(dict(stats.items()), self._numbers[str(user_context.user_id)])
-            for name in self._shapes:
+            for name in self._variables.shapes:
                 stats[name] = sent[name]
         return stats, Metrics()
 

@@ -53,7 +53,7 @@ class FedCOF(ClosedForm):
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)
-        self._numbers = {user: number for number, user in enumerate(means.users.partition.user_ids)}
+        self._numbers = means.users.partition.numbers
         self._sent: list[Tensor] = []
 
     @classmethod

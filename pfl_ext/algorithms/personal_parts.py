@@ -5,13 +5,14 @@ Letters: U users of a run, n users of a cohort, P numbers that a user keeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
+from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.models.trained import new_part, of_norms
 from pfl_ext.workers.distributed import is_main, tensors_from_main
@@ -70,36 +71,6 @@ def personal_names(module: nn.Module, personal: str | None) -> list[str]:
     return [name for name in names if name in chosen]
 
 
-class Layout:
-    """Maps some of a network's variables to one vector ``[P]`` and back.
-
-    Args:
-        module: the network.
-        names: the variables, in their order in the vector.
-    """
-
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        variables = dict(module.named_parameters())
-        self.shapes = {name: variables[name].shape for name in names}
-        self._sizes = [variables[name].numel() for name in names]
-        self.device = next(iter(variables.values())).device
-
-    @property
-    def length(self) -> int:
-        """P, the length of the vector."""
-        return sum(self._sizes)
-
-    def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a vector by variable."""
-        parts = torch.split(vector, self._sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
-
-    def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The vector ``[P]`` of these tensors; tensors of other variables are left out."""
-        parts = [tensors[name].reshape(-1) for name in self.shapes]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
-
-
 class UserParts:
     """The users' vectors ``[P]``, kept from one round to the next in the file of `UserVectors`.
 
@@ -113,7 +84,7 @@ class UserParts:
         path: the file; None: a temporary file.
     """
 
-    def __init__(self, num_users: int, layout: Layout, path: Path | None) -> None:
+    def __init__(self, num_users: int, layout: FlatVariables, path: Path | None) -> None:
         self._layout = layout
         on_disk = is_main() and layout.length > 0
         self._rows = UserVectors(num_users, layout.length, path) if on_disk else None

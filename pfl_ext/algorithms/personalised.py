@@ -36,8 +36,9 @@ from dataset.arrays import IntArray
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
+from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.own_images import OwnImages, Scores
-from pfl_ext.algorithms.personal_parts import FILE, Layout, UserParts, trained_names
+from pfl_ext.algorithms.personal_parts import FILE, UserParts, trained_names
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import current, is_main
@@ -79,7 +80,7 @@ class Personalised(Algorithm[PyTorchModel]):
         self.images = OwnImages.of(means.users, means.options.held_out, means.options.split_seed)
         super().__init__(replace(means, users=self.images.users))
         self.clients, module = Clients(self.means), means.model.pytorch_model
-        self.layout = Layout(module, self.kept_names(module, means.options))
+        self.layout = FlatVariables(module, self.kept_names(module, means.options))
         shared = set(self.shared_names(module, means.options))
         self.shared = [name for name in trained_names(module) if name in shared]
         self.channel = self.means.channel(self.shared)
@@ -128,7 +129,7 @@ class Personalised(Algorithm[PyTorchModel]):
         Raises:
             ValueError: one line with the reason.
         """
-        layout = Layout(setup.module, cls.kept_names(setup.module, setup.options))
+        layout = FlatVariables(setup.module, cls.kept_names(setup.module, setup.options))
         touched = min(setup.users.num_users, setup.cohort_size * setup.num_rounds)
         state, most = touched * layout.length * 4 / 1e9, setup.options.max_state_gb
         if state > most:

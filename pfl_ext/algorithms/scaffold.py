@@ -51,6 +51,7 @@ from torch import Tensor, nn
 
 from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.fednova import coefficient_sum
+from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.configs import STRICT
@@ -99,7 +100,7 @@ class ScaffoldParams(NNAlgorithmParams):
     correction: Correction = "gradient"
 
 
-class Controls:
+class Controls(FlatVariables):
     """c and every c_i, as vectors ``[P]`` in the order of the model's trained parameters.
 
     Args:
@@ -109,10 +110,8 @@ class Controls:
     """
 
     def __init__(self, module: nn.Module, user_ids: Sequence[str], path: Path | None = None) -> None:
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._shapes = {name: p.shape for name, p in named}
-        self._sizes = [p.numel() for _, p in named]
-        self.server = torch.zeros(sum(self._sizes), device=named[0][1].device)
+        super().__init__(module, [name for name, p in module.named_parameters() if p.requires_grad])
+        self.server = torch.zeros(self.length, device=self.device)
         self._numbers = {user: number for number, user in enumerate(user_ids)}
         self._users = UserVectors(len(user_ids), len(self.server), path)
 
@@ -132,24 +131,15 @@ class Controls:
         """``c - c_i`` by variable."""
         return self.named(self.server - control)
 
-    def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a vector ``[P]`` by variable."""
-        parts = torch.split(vector, self._sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
-
     def sent(self, vector: Tensor) -> dict[str, Tensor]:
         """The parts of a vector ``[P]`` of changes, by their keys in pfl's statistics."""
         return {CHANGE + name: part for name, part in self.named(vector).items()}
-
-    def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The vector ``[P]`` of these tensors."""
-        return torch.cat([tensors[name].reshape(-1) for name in self._shapes])
 
     def rates(self, rate: float, factors: Sequence[float]) -> float | Tensor:
         """A learning rate times each variable's factor, ``[P]``; the rate itself without factors."""
         if not factors:
             return rate
-        sizes = torch.tensor(self._sizes)
+        sizes = torch.tensor(self.sizes)
         return (rate * torch.tensor(factors)).repeat_interleave(sizes).to(self.server.device)
 
     def renew(self, user: int, control: Tensor, change: Tensor) -> None:

@@ -38,6 +38,7 @@ from pydantic.dataclasses import dataclass
 from pfl_ext.algorithms.algorithm import Means, Setup
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.finite_field import MOST_BITS, Elements, decode, encode, most_bits
+from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.randomness import stream
@@ -124,10 +125,11 @@ class SecureSum(ServerModelAlgorithm):
         with users.only(cohort[left]):
             members = users.members(len(left))
         start = self.clients.weights()
+        variables = FlatVariables(self.means.module, list(start))
         updates, line = self.clients.each_update([start] * len(left), cohort[left], number)
         clipped, vectors = 0, {}
         for place, member, update in zip(left, members, updates):
-            flat = np.concatenate([tensor.double().cpu().numpy().ravel() for tensor in update.values()])
+            flat = variables.flat(update).double().cpu().numpy()
             clipped += int((np.abs(flat) > self.means.options.clip).sum())
             weight = member.num_images if self.means.by_images else 1
             numbers = encode(flat, weight, self.bits, self.means.options.clip)
@@ -140,11 +142,8 @@ class SecureSum(ServerModelAlgorithm):
                 print(f"round {number} leaves the model as it is: {reason}", file=sys.stderr)
             return self.clients.model(start), line | {"skipped": 1}
         mean = decode(total[:-1], self.bits) / max(int(total[-1]), 1)
-        parts = np.split(mean, np.cumsum([tensor.numel() for tensor in start.values()])[:-1])
-        update = {
-            name: torch.from_numpy(part).to(w.device, w.dtype).view_as(w)
-            for (name, w), part in zip(start.items(), parts)
-        }
+        parts = variables.named(torch.from_numpy(mean).to(variables.device))
+        update = {name: part.to(start[name].dtype) for name, part in parts.items()}
         return state, line | {"learning_rate": self.clients.server_step(start, update, number)}
 
     @property

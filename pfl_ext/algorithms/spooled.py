@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dataset.arrays import IntArray
 from pfl_ext.aggregation.rule import AggregationRule
 from pfl_ext.aggregation.spool import Spool
+from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.attacks.attack import Attackers
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
@@ -60,19 +61,17 @@ class SpooledRounds(Stage):
         by_images: bool,
         folder: Path | None,
     ) -> None:
-        variables = dict(module.named_parameters())
-        self._shapes = {name: variables[name].shape for name in names}
-        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        self._variables = FlatVariables(module, names)
         self._rule, self._attackers, self._seed, self._folder = rule, attackers, seed, folder
         self._by_images = by_images and rule.weighs
-        self._numbers = {user: number for number, user in enumerate(users.partition.user_ids)}
+        self._numbers = users.partition.numbers
         self._round, self._cohort = 0, np.zeros(0, np.int64)
 
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
         self._round, self._cohort = number, cohort
         self._places = {user: place for place, user in enumerate(cohort.tolist())}
-        self._spool = Spool(len(cohort), sum(self._sizes), self._folder)
+        self._spool = Spool(len(cohort), self._variables.length, self._folder)
 
     def end(self) -> None:
         """End the round; all workers call this."""
@@ -85,9 +84,9 @@ class SpooledRounds(Stage):
         images = user_context.num_datapoints
         if images:
             place = self._places[self._numbers[str(user_context.user_id)]]
-            flat = torch.cat([stats[name].detach().reshape(-1) for name in self._shapes])
-            self._spool.write(place, flat.cpu().numpy(), float(images) if self._by_images else 1.0)
-        for name in self._shapes:
+            flat = self._variables.flat(dict(stats.items()))
+            self._spool.write(place, flat.detach().cpu().numpy(), float(images) if self._by_images else 1.0)
+        for name in self._variables.shapes:
             stats[name] = stats[name].new_zeros(0)
         return stats, Metrics()
 
@@ -102,9 +101,8 @@ class SpooledRounds(Stage):
             update, left_out = self._one_update()
             found = {"update": update, "left out": torch.tensor(left_out)}
         found = tensors_from_main(found)
-        parts = torch.split(found["update"].to(device), self._sizes)
-        for part, (name, shape) in zip(parts, self._shapes.items()):
-            stats[name] = part.view(shape)
+        for name, part in self._variables.named(found["update"].to(device)).items():
+            stats[name] = part
         stats.weight = 1.0
         return stats, Metrics([(LEFT_OUT, Weighted.from_unweighted(float(found["left out"])))])
 
@@ -115,7 +113,11 @@ class SpooledRounds(Stage):
             return
         for place in range(len(self._cohort)):
             mine = self._spool.weights[place] > 0
-            row = torch.from_numpy(self._spool.read(place).copy()) if mine else torch.zeros(sum(self._sizes))
+            row = (
+                torch.from_numpy(self._spool.read(place).copy())
+                if mine
+                else torch.zeros(self._variables.length)
+            )
             weight, vector = torch.tensor([self._spool.weights[place]], device=device), row.to(device)
             workers.all_reduce([weight, vector])
             if is_main() and float(weight) and not mine:
@@ -141,7 +143,7 @@ class SpooledRounds(Stage):
             spool = spool.bucketed(groups, self._folder)
             rows = spool.finite_rows()
         if not len(rows):
-            return torch.zeros(sum(self._sizes)), left_out
+            return torch.zeros(self._variables.length), left_out
         if not self._rule.works_with(len(rows)):
             raise ValueError(
                 f"round {self._round} has {len(rows)} finite updates, and this aggregation needs "

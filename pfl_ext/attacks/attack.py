@@ -91,7 +91,7 @@ class Attackers(Stage):
     ) -> None:
         self.attack, self._seed, self._names = attack, seed, names
         self._bad = attackers(seed, users.num_users, share)
-        self._numbers = {user: number for number, user in enumerate(users.partition.user_ids)}
+        self._numbers = users.partition.numbers
         self._round = self._cohort_size = 0
 
     def among(self, users: IntArray) -> BoolArray:

@@ -10,6 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -74,6 +75,11 @@ class Partition:
     def sizes(self) -> IntArray:
         """Images per user, ``[U]``."""
         return np.diff(self.offsets)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each user, 0 to U - 1, by its id."""
+        return {user: number for number, user in enumerate(self.user_ids)}
 
     def rows_of(self, user: int) -> IntArray:
         """The store's rows of one user."""
@@ -209,7 +215,7 @@ class FederatedImageDataset(FederatedDataset):
         raise TypeError("users are drawn as cohorts: call set_round and get_cohort")
 
     def _user_by_id(self, user_id: str) -> UserImages:
-        return self.user_dataset(list(self.partition.user_ids).index(user_id))
+        return self.user_dataset(self.partition.numbers[user_id])
 
     def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
         """The users of a round's cohort (None: of the current round), the same on every worker."""

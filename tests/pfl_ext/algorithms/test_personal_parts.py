@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.per_user import spread
-from pfl_ext.algorithms.personal_parts import Layout, UserParts, personal_names
+from pfl_ext.algorithms.personal_parts import UserParts, personal_names
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.single_label import SingleLabel
@@ -29,7 +30,7 @@ def test_norms_are_found_by_their_type() -> None:
     names = personal_names(module, "norms")
     assert "backbone.layer2.0.downsample.1.weight" in names
     assert not any("conv" in name or "fc" in name for name in names)
-    assert Layout(module, names).length == 9600, "affine numbers of 4,800 channels"
+    assert FlatVariables(module, names).length == 9600, "affine numbers of 4,800 channels"
 
 
 def test_the_head_a_bottleneck_and_beginnings_of_names() -> None:
@@ -62,7 +63,7 @@ def test_only_what_is_trained_stays_with_users() -> None:
 
 def test_users_who_never_took_part_have_the_first_vector_and_no_room(tmp_path: Path) -> None:
     module = classifier("lenet")
-    layout = Layout(module, personal_names(module, "fc3"))
+    layout = FlatVariables(module, personal_names(module, "fc3"))
     path, first = tmp_path / "personal.f32", torch.arange(float(layout.length))
     parts = UserParts(40_000, layout, path)
     parts.write(np.array([7, 39_999]), torch.stack([first + 1, first + 2]))
