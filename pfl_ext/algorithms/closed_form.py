@@ -139,11 +139,6 @@ class ClosedForm(Algorithm[Sums]):
                 f"set federated.num_rounds to {rounds}"
             )
 
-    @property
-    def engine(self) -> None:
-        """None: users do not train."""
-        return None
-
     @abstractmethod
     def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
         """A user's sums over some of its images.

@@ -186,11 +186,6 @@ class FedGKT(Algorithm[GKTState]):
                 "federated.options.cut, a smaller network, or lower federated.cohort_size"
             )
 
-    @property
-    def engine(self) -> None:
-        """None: the engine does not know the clients' loss."""
-        return None
-
     def init(self, seed: int) -> GKTState:
         """The first state. All clients have the run's first layers and one classifier drawn from the seed."""
         generator = torch_stream(seed, "classifier of fedgkt's clients")

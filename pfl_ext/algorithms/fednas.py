@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import cycle
 from typing import Annotated, Any, ClassVar
 
@@ -88,7 +87,7 @@ class FedNAS(Algorithm[Weights]):
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)
-        self.clients = Clients(replace(means, engine=None), LocalSearch(means))
+        self.clients = Clients(means, LocalSearch(means))
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -104,11 +103,6 @@ class FedNAS(Algorithm[Weights]):
             raise ValueError("fednas trains all weights with the architecture: set model.trained to all")
         if setup.users.total_images != setup.users.partition.sizes.sum():
             raise ValueError("fednas halves all images of a user for good: set local.max_images to none")
-
-    @property
-    def engine(self) -> None:
-        """None: the engine does not know these steps."""
-        return None
 
     def init(self, seed: int) -> Weights:
         """The first w and alpha."""

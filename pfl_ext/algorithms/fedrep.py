@@ -16,7 +16,6 @@ The engine does not know these phases, so pfl's loop over users trains them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import PositiveFloat, PositiveInt
@@ -48,7 +47,7 @@ class FedRep(FedPer):
     idle_in_runtime: ClassVar[str] = "engine"
 
     def __init__(self, means: Means) -> None:
-        super().__init__(replace(means, engine=None))
+        super().__init__(means)
         options = self.means.options
         first = Phase(list(self.layout.shapes), options.personal_epochs, options.personal_learning_rate)
         self.clients = Clients(self.means, InPhases([first, Phase(self.shared)]))

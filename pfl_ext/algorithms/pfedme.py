@@ -24,7 +24,6 @@ The engine does not know these steps, so pfl's loop over users makes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -68,7 +67,7 @@ class PFedMe(Personalised):
     idle_in_runtime: ClassVar[str] = "engine"
 
     def __init__(self, means: Means) -> None:
-        super().__init__(replace(means, engine=None))
+        super().__init__(means)
         self._envelope = Envelope(self.means.options)
         self.clients = Clients(self.means, self._envelope)
 

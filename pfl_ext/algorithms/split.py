@@ -130,11 +130,6 @@ class Split(Algorithm[SplitState]):
                 "federated.options.cut or model.arch"
             ) from fault
 
-    @property
-    def engine(self) -> None:
-        """None: users train through the cut, not by the engine."""
-        return None
-
     def init(self, seed: int) -> SplitState:
         """The network's first weights."""
         return SplitState(self.clients.weights())

@@ -87,11 +87,6 @@ class Vertical(Algorithm[Weights]):
                 f"{there / 1e9:,.1f}: choose a smaller data.image_size"
             )
 
-    @property
-    def engine(self) -> None:
-        """None: parties train by themselves, not by the engine."""
-        return None
-
     def init(self, seed: int) -> Weights:
         """The first weights of all parties."""
         return self.clients.weights()

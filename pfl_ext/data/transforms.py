@@ -149,7 +149,7 @@ def cropped(
     """Cut each image's crop out, scale it to ``input_size`` and flip it.
 
     torchvision's functions take one crop for a whole batch; here each image has its own crop, in one pass.
-    `pfl_ext.data.joint_crops` applies the same crops one by one, with an image's mask and boxes.
+    Masks and boxes take the same crops, by `gathered` and `boxes_cropped`.
 
     ``images`` are uint8 ``[B, H, W, 3]``, and ``crops`` ``[B, 6]`` (from `draw_crops`; keys that follow are
     not read) on the same device. Returns float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact``
@@ -186,7 +186,8 @@ def gathered(
 ) -> Tensor:
     """Crops in which each output pixel has the value of the stored pixel at its centre, as classes need.
 
-    Nothing here waits for the device.
+    Nothing here waits for the device. (torchvision takes the class at the output pixel's upper left corner,
+    so that a scaled mask is half a pixel off its image.)
 
     Args:
         values: ``[B, H, W]`` or ``[B, H, W, 3]``, on the device of the crops.
@@ -273,3 +274,24 @@ def _per_channel(values: Tensor | Sequence[float], like: Tensor) -> Tensor:
     if not isinstance(values, Tensor):
         values = torch.tensor(tuple(values), dtype=like.dtype).to(like.device, non_blocking=True)
     return values.view(-1, 1, 1)
+
+
+def boxes_cropped(boxes: Tensor, crops: Tensor, input_size: int) -> Tensor:
+    """The crops and flips of a batch for its boxes, cut off at the crop: ``[B, n, 4]`` float32.
+
+    Args:
+        boxes: left, top, right and bottom in pixels of the images, on the device of the crops.
+        crops: ``[B, 6]`` of `draw_crops`; keys that follow are not read.
+        input_size: S.
+    """
+    top, left, height, width, flip_h, flip_v = crops[:, :CROP_COLUMNS].float()[:, :, None].unbind(1)
+    moved = []
+    for axis, (start, length, flip) in enumerate(((left, width, flip_h), (top, height, flip_v))):
+        low, high = (
+            ((boxes[..., end] - start) * (input_size / length)).clamp(0, input_size)
+            for end in (axis, axis + 2)
+        )
+        is_flipped = flip > 0
+        moved.append(torch.where(is_flipped, input_size - high, low))
+        moved.append(torch.where(is_flipped, input_size - low, high))
+    return torch.stack([moved[0], moved[2], moved[1], moved[3]], 2)

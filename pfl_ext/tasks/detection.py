@@ -20,8 +20,7 @@ from torch import Tensor
 from torchvision.ops import batched_nms, sigmoid_focal_loss
 
 from dataset.arrays import Float32Array, IntArray
-from pfl_ext.data.joint_crops import boxes_cropped
-from pfl_ext.data.transforms import Framing
+from pfl_ext.data.transforms import Framing, boxes_cropped
 from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX, SCORE, Detections, scorers
 from pfl_ext.tasks.task import Task
 

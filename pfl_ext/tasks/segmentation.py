@@ -16,8 +16,7 @@ from pfl.metrics import MetricValue
 from torch import Tensor
 
 from dataset.arrays import ByteArray, Float32Array, FloatArray, IntArray
-from pfl_ext.data.joint_crops import masks_cropped
-from pfl_ext.data.transforms import Framing
+from pfl_ext.data.transforms import Framing, gathered
 from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import Task, mean_of_known
 
@@ -77,7 +76,7 @@ class Segmentation(Task):
             return pixels, targets
         if crops is None:
             crops = torch.tensor([[0, 0, height, width, 0, 0]], device=targets.device).expand(len(targets), 6)
-        return pixels, masks_cropped(targets, crops, size, outside=VOID, padding=framing.padding)
+        return pixels, gathered(targets, crops, size, framing.padding, VOID)
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Losses ``[B]`` from logits ``[B, C, S, S]`` and masks ``[B, S, S]``."""

@@ -68,7 +68,8 @@ class Task(ABC):
         """`pixels`, and the targets that belong to them; in training the targets are settled already.
 
         Here targets have no positions in the image and do not change. A task whose targets have positions
-        applies the same crops and flips to them, with `pfl_ext.data.joint_crops`.
+        applies the same crops and flips to them: `gathered` to masks, `boxes_cropped` to boxes
+        (`pfl_ext.data.transforms`).
         """
         return self.pixels(images, crops, framing), targets
 

@@ -72,7 +72,7 @@ _MODULES = {
     "user_vectors decentralised dsgd hierarchical pushsum topologies vertical ditto fedbn fedper fedrep "
     "own_images pfedme personal_parts personal_steps personalised",
     "pfl_ext/auditing": "bounds",
-    "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
+    "pfl_ext/data": "augmented_views federated_dataset fedvc sampling schedule transforms",
     "pfl_ext/engine": "card cohort gradients graphs lane norms one_step plan pool selfcheck tape "
     "training trim",
     "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow",

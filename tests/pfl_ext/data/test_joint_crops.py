@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import torchvision.transforms.v2.functional as TF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask, TVTensor
 
-from pfl_ext.data.joint_crops import boxes_cropped, cropped_together, masks_cropped
-from pfl_ext.data.transforms import Crop, cropped, draw_crops
+from pfl_ext.data.transforms import CROP_COLUMNS, Crop, Padding, boxes_cropped, cropped, draw_crops, gathered
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.data.test_transforms import WEIGHTS, made_images, rng
 
 SIZE = 40
+
+
+def cropped_together(
+    parts: Sequence[TVTensor],
+    crop: Sequence[float] | Tensor,
+    input_size: int,
+    *,
+    outside: int = 0,
+    padding: Padding = "zero",
+) -> list[Any]:
+    """Cut one crop out of each part of an image, scale it to ``input_size`` and flip it.
+
+    An image is resized bilinearly with antialiasing and a mask by the nearest pixel. Boxes are cut off at the
+    crop, so a box that lies outside it has no area and is the task's to drop.
+
+    Args:
+        parts: `Image` ``[3, H, W]``, `Mask` ``[..., H, W]`` and `BoundingBoxes` ``[n, 4]`` of one image.
+        crop: one row of `pfl_ext.data.transforms.draw_crops`, on the CPU, so that reading it waits for
+        nothing.
+        input_size: S in pixels.
+        outside: the mask's class outside the image, where a padded crop of the image is black.
+        padding: "reflect" mirrors image and mask there. Boxes cannot be mirrored.
+
+    Returns:
+        The same parts, of height and width S.
+
+    Raises:
+        ValueError: for boxes with reflected padding.
+    """
+    top, left, height, width, flip_h, flip_v = (int(value) for value in crop[:CROP_COLUMNS])
+    moved = []
+    for part in parts:
+        rows, columns = TF.get_size(part)
+        border = max(0, -top, -left, top + height - rows, left + width - columns)
+        if border and padding == "reflect":
+            if isinstance(part, BoundingBoxes):
+                raise ValueError("boxes cannot be mirrored at an image's border: set augment.padding to zero")
+            part = TF.pad(part, [border], padding_mode="reflect")
+        elif border:
+            part = TF.pad(part, [border], fill=outside if isinstance(part, Mask) else 0)
+        size = [input_size, input_size]
+        part = TF.resized_crop(part, top + border, left + border, height, width, size, antialias=True)
+        part = TF.horizontal_flip(part) if flip_h else part
+        moved.append(TF.vertical_flip(part) if flip_v else part)
+    return moved
 
 
 def as_image(image: Tensor) -> Image:
@@ -40,7 +88,7 @@ def test_a_mask_keeps_its_pixels_under_crop_and_flips(crop: Crop, seed: int) -> 
     masks = images[..., 0].long()
     crops = torch.from_numpy(draw_crops(rng(seed), 3, SIZE, 32, crop, "both"))
     pixels = (cropped(images, crops, 32)[:, 0] * 255).round().long()
-    moved = masks_cropped(masks, crops, 32, outside=300)
+    moved = gathered(masks, crops, 32, outside=300)
     inside = moved != 300
     assert moved.dtype == masks.dtype
     assert torch.equal(moved[inside], pixels[inside])
@@ -106,7 +154,7 @@ def test_a_mask_is_mirrored_with_its_image_and_boxes_are_refused() -> None:
     images = made_images(20, 32)
     crops = torch.from_numpy(draw_crops(rng(5), 20, 32, 32, "padded", "both"))
     pixels = (cropped(images, crops, 32, padding="reflect")[:, 0] * 255).round().long()
-    masks = masks_cropped(images[..., 0], crops, 32, outside=300, padding="reflect")
+    masks = gathered(images[..., 0], crops, 32, "reflect", 300)
     assert torch.equal(masks.long(), pixels)
     boxes = BoundingBoxes(torch.tensor([[1, 1, 5, 5]]), format="XYXY", canvas_size=(32, 32))
     with pytest.raises(ValueError, match=r"boxes cannot be mirrored .*: set augment\.padding to zero"):

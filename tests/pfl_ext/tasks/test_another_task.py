@@ -14,8 +14,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
-from pfl_ext.data.joint_crops import masks_cropped
-from pfl_ext.data.transforms import Framing
+from pfl_ext.data.transforms import Framing, gathered
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.task import Task
@@ -35,7 +34,7 @@ class Pixels(Task):
     ) -> tuple[Tensor, Tensor]:
         height, width = images.shape[1:3]
         moves = torch.tensor([[0, 0, height, width, 0, 0]]).repeat(len(images), 1) if crops is None else crops
-        masks = masks_cropped(targets, moves, framing.input_size, padding=framing.padding)
+        masks = gathered(targets, moves, framing.input_size, framing.padding)
         return self.pixels(images, crops, framing), masks
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
