@@ -41,7 +41,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Batch, UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import entering
-from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.trained import head_of
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.randomness import stream
@@ -120,13 +120,11 @@ class ClosedForm(Algorithm[Sums]):
             raise ValueError(f"{name} computes a last linear layer, and this network ends in a convolution")
         if trained != {f"{path}.{name}" for name, _ in head.named_parameters()}:
             raise ValueError(f"{name} computes the last layer alone: set model.trained to head")
-        need, there = cls.square_matrices * WIDE * head.in_features**2, physical_memory()
-        if need > there:
-            raise ValueError(
-                f"{name} solves for a layer of {head.in_features:,} features, which takes "
-                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: choose "
-                "federated.algorithm fedncm, or fewer model.random_features if they are given"
-            )
+        refuse_beyond_memory(
+            cls.square_matrices * WIDE * head.in_features**2,
+            f"{name} solves for a layer of {head.in_features:,} features",
+            "choose federated.algorithm fedncm, or fewer model.random_features if they are given",
+        )
         rounds = math.ceil(setup.users.num_users / setup.cohort_size)
         if setup.private and rounds > 1:
             raise ValueError(

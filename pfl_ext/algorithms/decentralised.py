@@ -32,7 +32,7 @@ from torch import Tensor
 from dataset.arrays import FloatArray
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main
 
@@ -133,13 +133,11 @@ class Decentralised(Algorithm[Models]):
                 f"federated.cohort_size is {n}, and the network of {name} has a user only once: set it to at "
                 f"most {setup.users.num_users}"
             )
-        need, there = COPIES * n * trained_bytes(setup.module) + 3 * 8 * n * n, physical_memory()
-        if need > there:
-            raise ValueError(
-                f"{name} keeps a model for each of {n:,} users, which takes up to {need / 1e9:,.1f} GB of "
-                f"memory in a round, where there are {there / 1e9:,.1f}: choose a smaller network, or "
-                "lower federated.cohort_size"
-            )
+        refuse_beyond_memory(
+            COPIES * n * trained_bytes(setup.module) + 3 * 8 * n * n,
+            f"{name} keeps a model for each of {n:,} users",
+            "choose a smaller network, or lower federated.cohort_size",
+        )
         cls.matrix(setup.options, n, 0, 0)
 
     def init(self, seed: int) -> Models:

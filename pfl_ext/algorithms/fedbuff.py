@@ -46,7 +46,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.devices.arrivals import ServerStep, server_steps
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.devices.fleet import Fleet, Sent
-from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import Refusals
 
 VERSIONS = "versions/"
@@ -139,12 +139,11 @@ class FedBuff(Algorithm[Buffered]):
             )
         oldest = setup.options.max_staleness
         most = setup.options.concurrency if oldest is None else min(setup.options.concurrency, oldest)
-        need, there = (most + 1) * trained_bytes(setup.module), physical_memory()
-        if need > there:
-            raise ValueError(
-                f"fedbuff keeps up to {most + 1:,} versions of the model, {need / 1e9:,.1f} GB of memory, "
-                f"where there are {there / 1e9:,.1f}: lower federated.options.concurrency or .max_staleness"
-            )
+        refuse_beyond_memory(
+            (most + 1) * trained_bytes(setup.module),
+            f"fedbuff keeps up to {most + 1:,} versions of the model",
+            "lower federated.options.concurrency or .max_staleness",
+        )
 
     def init(self, seed: int) -> Buffered:
         """The run's model, whose weights were drawn from the run's seed, as version 0."""

@@ -59,7 +59,7 @@ from pfl_ext.algorithms.split import UNREAD_IN_RUNTIME, Wire
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import UserImages
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream, torch_stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
@@ -178,13 +178,11 @@ class FedGKT(Algorithm[GKTState]):
         images = int(np.sort(users.partition.sizes)[-n:].sum())
         numbers = images * (math.prod(shapes.features) + 4 * shapes.outputs)
         numbers += 2 * n * (of_client + math.prod(shapes.classifier) + shapes.outputs) + 8 * of_server
-        need, there = FLOAT * numbers, physical_memory()
-        if need > there:
-            raise ValueError(
-                f"fedgkt keeps {n:,} clients' networks and the features of {images:,} images, which take up "
-                f"to {need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: choose a later "
-                "federated.options.cut, a smaller network, or lower federated.cohort_size"
-            )
+        refuse_beyond_memory(
+            FLOAT * numbers,
+            f"fedgkt keeps {n:,} clients' networks and the features of {images:,} images",
+            "choose a later federated.options.cut, a smaller network, or lower federated.cohort_size",
+        )
 
     def init(self, seed: int) -> GKTState:
         """The first state. All clients have the run's first layers and one classifier drawn from the seed."""

@@ -59,7 +59,7 @@ from pfl_ext.algorithms.matching import (
     reordered,
 )
 from pfl_ext.configs import STRICT
-from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 BACKBONE = "backbone."
@@ -134,13 +134,11 @@ class FedMA(Algorithm[Networks]):
                 f"fedma goes through the {layers} layers of this network, one in a round: set "
                 f"federated.num_rounds to a multiple of {layers}, such as {nearest}"
             )
-        need, there = 3 * setup.cohort_size * trained_bytes(setup.module), physical_memory()
-        if need > there:
-            raise ValueError(
-                f"fedma keeps a network of each of {setup.cohort_size:,} users, which takes "
-                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: lower "
-                "federated.cohort_size"
-            )
+        refuse_beyond_memory(
+            3 * setup.cohort_size * trained_bytes(setup.module),
+            f"fedma keeps a network of each of {setup.cohort_size:,} users",
+            "lower federated.cohort_size",
+        )
 
     def init(self, seed: int) -> Networks:
         """The state before the first round: all users have the run's network, less the room in it."""

@@ -31,7 +31,7 @@ from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, regis
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire
 from pfl_ext.data.federated_dataset import Batch
-from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.parties import PartyNetworks, total_of
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
@@ -80,12 +80,11 @@ class Vertical(Algorithm[Weights]):
         with users.only(np.arange(users.num_users)):
             largest = max(users.members(users.num_users), key=lambda member: member.num_images)
         height = users.read(largest).raw_data[0].shape[1]
-        need, there = 2 * users.total_images * 3 * height**2, physical_memory()
-        if need > there:
-            raise ValueError(
-                f"vertical has the images of a round in memory at once, up to {need / 1e9:,.1f} GB of "
-                f"{there / 1e9:,.1f}: choose a smaller data.image_size"
-            )
+        refuse_beyond_memory(
+            2 * users.total_images * 3 * height**2,
+            "vertical has all images of a round in memory at once",
+            "choose a smaller data.image_size",
+        )
 
     def init(self, seed: int) -> Weights:
         """The first weights of all parties."""

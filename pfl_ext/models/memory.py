@@ -8,3 +8,22 @@ import os
 def physical_memory() -> int:
     """Bytes of main memory, in use or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse_beyond_memory(need: float, what: str, instead: str) -> None:
+    """Refuse a run that needs more memory than this machine has.
+
+    Args:
+        need: bytes.
+        what: what takes them, as the beginning of a sentence.
+        instead: what to do instead.
+
+    Raises:
+        ValueError: one line.
+    """
+    there = physical_memory()
+    if need > there:
+        raise ValueError(
+            f"{what}, which takes up to {need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: "
+            f"{instead}"
+        )

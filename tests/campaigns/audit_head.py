@@ -5,8 +5,8 @@
 Users, features, first weights, local training, bound and budget are those of the recipes `head` and
 `private-images` of `benchmarks.visual_classification.config`; rounds and the server's rate are what these had
 when the table was made. The canaries come in addition, and the expected cohort grows with the users, as does
-the server's rate, so that a user is drawn as often and moves the model as far. See `pfl_ext.auditing.heads`,
-and pfl_ext/PRIVACY.md for what was found.
+the server's rate, so that a user is drawn as often and moves the model as far. See
+`tests.pfl_ext.auditing.heads`, and pfl_ext/PRIVACY.md for what was found.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, TwoThirdsOfTheNoise, audit
 from pfl_ext.auditing.bounds import Finding
 from pfl_ext.auditing.canaries import LONG, MakeMechanism
-from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
+from tests.pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
 
 SMALL_RUNS, SMALL_ROUNDS, SMALL_BOUND = 300, 2, 0.1
 """With one canary and one real user. A bias that is not clipped is at most the square root of 2 long."""

@@ -208,9 +208,9 @@ def test_what_it_cannot_do_is_refused_in_one_line(
 def test_versions_that_have_no_room_are_refused(
     asynchronous: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fedbuff, "physical_memory", lambda: 100_000)
+    monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
     asynchronous(*RUN, f"{OPTIONS}max_staleness=2", code=2)
-    assert "fedbuff keeps up to 3 versions of the model, 0.0 GB of memory" in error_line(capsys)
+    assert "fedbuff keeps up to 3 versions of the model, which takes up to 0.0 GB" in error_line(capsys)
 
 
 def main(data: Path, directory: Path) -> None:

@@ -361,7 +361,7 @@ def test_dropout_and_what_has_no_room_are_refused() -> None:
     run = run_of(TREE)
     chosen = setup(run.config, module(), training_data(run, Users(), SingleLabel()))
     with (
-        mock.patch("pfl_ext.algorithms.fedgkt.physical_memory", return_value=1000),
+        mock.patch("pfl_ext.models.memory.physical_memory", return_value=1000),
         pytest.raises(ValueError, match=r"fedgkt keeps 4 clients' networks and the features of 25 images, "),
     ):
         FedGKT.check(chosen)

@@ -241,6 +241,6 @@ def test_what_it_cannot_do_is_refused_in_one_line(
 def test_networks_beyond_the_memory_are_refused(
     train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pfl_ext.algorithms.fedma.physical_memory", lambda: 1000)
+    monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 1000)
     train(*FEDMA, code=2)
     assert "fedma keeps a network of each of 4 users" in error_line(capsys)

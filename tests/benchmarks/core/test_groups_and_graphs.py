@@ -27,7 +27,6 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
 from dataset.arrays import FloatArray
 from pfl_ext import checkpoint
-from pfl_ext.algorithms import decentralised
 from pfl_ext.algorithms.dsgd import DSGD, DSGDOptions
 from pfl_ext.algorithms.hierarchical import groups_of
 from pfl_ext.algorithms.pushsum import PushSum, PushSumOptions
@@ -296,7 +295,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(
 def test_models_that_have_no_room_are_refused(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(decentralised, "physical_memory", lambda: 100_000)
+    monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
     train(*words("dsgd"), code=2)
     assert "DSGD keeps a model for each of 4 users, which takes up to 0.0 GB" in error_line(capsys)
 

@@ -14,11 +14,11 @@ from torch import nn
 from dataset.arrays import IntArray
 from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, audit
 from pfl_ext.auditing.canaries import CanaryUsers, MakeMechanism
-from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 from pfl_ext.randomness import stream
+from tests.pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
 
 pytestmark = pytest.mark.xdist_group("audit")
 
