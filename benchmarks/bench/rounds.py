@@ -32,7 +32,7 @@ from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.facts import hardware
 from benchmarks.core.features import Inputs
-from benchmarks.core.federated import means, setup, training_data
+from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.reporting.plots import bench_bars
 from dataset.cli import OneLineParser, output_file
 from dataset.files import write_json
@@ -99,7 +99,9 @@ class Side:
         evaluation = CentralEvaluation(
             inputs.split(sides.scored or "train"), threads=run.runtime.reader_threads
         )
-        training = means(run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store))
+        training = run_context(
+            run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store)
+        )
         training = replace(training, tuner=None)  # what is compared is arranged in the same way
         self.engine, self.model = training.engine, training.model
         self.clock = Clock(1 if self.engine is None else len(self.engine.lanes))

@@ -23,7 +23,7 @@ from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
-from pfl_ext.algorithms.algorithm import Means, Setup, trained_bytes
+from pfl_ext.algorithms.algorithm import RunContext, Setup, trained_bytes
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.attacks.attack import HONEST, Attack, attackers
 from pfl_ext.compression.compressor import PLAIN, Compressor
@@ -139,12 +139,12 @@ def setup(
     )
 
 
-def means(
+def run_context(
     run: AnyRun,
     chosen: Setup,
     score: Callable[[PyTorchModel], Metrics],
     mechanism: Postprocessor | None = None,
-) -> Means:
+) -> RunContext:
     """What the run's algorithm trains with; ``mechanism``: of a private run."""
     config, local, runtime = run.config, run.config.local, run.runtime
     accumulate = torch.float64 if runtime.accumulate == "fp64" else torch.float32
@@ -162,7 +162,7 @@ def means(
             cpu_kernels=runtime.cpu_kernels,
             rate_varies=local.schedule != "constant",
         )
-    return Means(
+    return RunContext(
         **vars(chosen),
         model=model,
         local=NNTrainHyperParams(
@@ -258,7 +258,7 @@ def train_federated(
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.files.path)
     score = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
-    training = means(run, setup(config, module, users, recorder.files.path), score, mechanism)
+    training = run_context(run, setup(config, module, users, recorder.files.path), score, mechanism)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
     algorithm = config.federated.chosen.start(training)
     if algorithm.engine is not None and is_main():

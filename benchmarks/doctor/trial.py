@@ -19,13 +19,13 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
 
 from benchmarks.core.execute import started
-from benchmarks.core.federated import means, setup, training_data
+from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.core.mini import MINI
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import Flair
 from dataset.flair.mini import write_mini
 from dataset.store.hdf5 import DataFile
-from pfl_ext.algorithms.algorithm import Means
+from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.selfcheck import PATHS, CheckOnCpu, SelfCheck
@@ -66,7 +66,7 @@ def data_file() -> Iterator[DataFile]:
 
 
 @contextmanager
-def prepared(case: Case, file: DataFile) -> Iterator[Means]:
+def prepared(case: Case, file: DataFile) -> Iterator[RunContext]:
     """What trains a run of this case, on its device."""
     run: Run = parse([*WORDS, *case.words])
     with started(run.runtime):
@@ -77,7 +77,7 @@ def prepared(case: Case, file: DataFile) -> Iterator[Means]:
         if case.private:
             budget = PrivacyConfig(2.0, delta=1e-5, clipping_bound=0.1)
             mechanism = private_mean(budget.calibrate(41131, 200, 100), noise_seed=1)
-        training = means(run, setup(run.config, module, users), _no_score, mechanism)
+        training = run_context(run, setup(run.config, module, users), _no_score, mechanism)
         try:
             yield training
         finally:

@@ -59,7 +59,7 @@ class FedExP(Algorithm[Weights]):
     options = FedExPOptions
 
     def init(self, seed):
-        self.clients = Clients(self.means)
+        self.clients = Clients(self.context)
         return self.clients.weights()
 
     def round(self, state, number):
@@ -68,7 +68,7 @@ class FedExP(Algorithm[Weights]):
         mean = {name: sum(update[name] for update in updates) / len(users) for name in state}
         squares = sum(float((u**2).sum()) for update in updates for u in update.values())
         square = sum(float((m**2).sum()) for m in mean.values())
-        step = max(1.0, squares / (2 * len(users) * (square + self.means.options.epsilon)))
+        step = max(1.0, squares / (2 * len(users) * (square + self.context.options.epsilon)))
         return {name: w + step * mean[name] for name, w in state.items()}, {**line, "server_step": step}
 
     def model(self, state):

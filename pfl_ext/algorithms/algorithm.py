@@ -83,7 +83,7 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means(Setup):
+class RunContext(Setup):
     """What a run gives its algorithm to train and to score with."""
 
     model: PyTorchModel
@@ -215,7 +215,7 @@ class Choice:
         """
 
     @classmethod
-    def start(cls, means: Means) -> Algorithm[Any]:
+    def start(cls, context: RunContext) -> Algorithm[Any]:
         """The algorithm for a run, with the loop that runs its rounds."""
         raise NotImplementedError
 
@@ -235,14 +235,14 @@ class Algorithm(Choice, ABC, Generic[State]):
     of them holds the same state, and `pfl_ext.algorithms.clients` divides the users among them.
     """
 
-    def __init__(self, means: Means) -> None:
-        refuse(self.refusals, privacy=any(map(is_private, means.postprocessors)))
-        self.means = means
+    def __init__(self, context: RunContext) -> None:
+        refuse(self.refusals, privacy=any(map(is_private, context.postprocessors)))
+        self.context = context
 
     @classmethod
-    def start(cls, means: Means) -> Algorithm[Any]:
+    def start(cls, context: RunContext) -> Algorithm[Any]:
         """The algorithm itself."""
-        return cls(means)
+        return cls(context)
 
     @abstractmethod
     def init(self, seed: int) -> State:
@@ -269,11 +269,11 @@ class Algorithm(Choice, ABC, Generic[State]):
 
     def evaluate(self, state: State) -> Metrics:
         """The scores of a state."""
-        return self.means.score(self.model(state))
+        return self.context.score(self.model(state))
 
     def bytes(self, state: State) -> Traffic:
         """What a round sends. Here each user receives the trained variables once and sends as many back."""
-        size = trained_bytes(self.means.module)
+        size = trained_bytes(self.context.module)
         return Traffic(size, size)
 
     def findings(self, state: State) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class Algorithm(Choice, ABC, Generic[State]):
     @property
     def engine(self) -> CohortEngine | None:
         """The engine that trains users; None: pfl's own loop does."""
-        return self.means.engine
+        return self.context.engine
 
 
 def trained_bytes(module: ImageClassifier) -> int:

@@ -30,7 +30,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.algorithm import Means, Traffic, trained_bytes
+from pfl_ext.algorithms.algorithm import RunContext, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.models.classifier import ImageClassifier
@@ -50,9 +50,9 @@ class ByLoss(ServerModelAlgorithm):
     }
     idle: ClassVar[str] = "federated.reweight federated.max_importance"
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients = Clients(means)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients = Clients(context)
 
     @abstractmethod
     def tilts(self, losses: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class ByLoss(ServerModelAlgorithm):
         if counted.any():
             tilts = self.tilts(losses[counted, 0])
             weights[counted] = (tilts - tilts.max()).exp()
-        weights *= losses[:, 1] if self.means.by_images else 1.0
+        weights *= losses[:, 1] if self.context.by_images else 1.0
         total, weight, seen = self._trained(x, users, losses[:, 0], weights, number)
         update = {name: torch.zeros_like(w) for name, w in x.items()}
         for name, tensor in total.items() if weight else ():
@@ -90,8 +90,8 @@ class ByLoss(ServerModelAlgorithm):
         self, x: Weights, users: IntArray, losses: Tensor, weights: Tensor, number: int
     ) -> tuple[dict[str, Tensor], float, Tensor]:
         """The cohort's weighted sum of updates, its sum of weights, and rows ``[n, 3]`` for `line_of`."""
-        rate = float(self.means.local_in(number).local_learning_rate)
-        total = {name: torch.zeros_like(w, dtype=self.means.accumulate) for name, w in x.items()}
+        rate = float(self.context.local_in(number).local_learning_rate)
+        total = {name: torch.zeros_like(w, dtype=self.context.accumulate) for name, w in x.items()}
         seen, stretches = self.clients.unseen(users), torch.zeros(len(users), dtype=torch.float64)
         with self.clients.dealt(users, number) as mine:
             for place in mine:
@@ -108,7 +108,7 @@ class ByLoss(ServerModelAlgorithm):
         """``[n, 2]`` float64: each user's loss at the run's model (0 without images) and number of images."""
         found = torch.zeros(len(users), 2, dtype=torch.float64)
         with self.clients.dealt(users, number) as mine:
-            self.means.users.set_round(number)
+            self.context.users.set_round(number)
             for place in mine:
                 found[place] = torch.tensor(self._loss(int(users[place])), dtype=torch.float64)
         self._gather(found)
@@ -121,16 +121,16 @@ class ByLoss(ServerModelAlgorithm):
     def _gather(self, table: Tensor) -> None:
         """Fill ``table`` in place from all workers; each has the rows of its own users, and zeros besides."""
         if (workers := current()) is not None:
-            there = table.to(self.means.model.pytorch_model.mean.device)
+            there = table.to(self.context.model.pytorch_model.mean.device)
             table.copy_(workers.all_reduce([there])[0])
 
     def _loss(self, user: int) -> tuple[float, float]:
         """A user's mean loss and its number of images."""
-        model = self.means.model
+        model = self.context.model
         module: ImageClassifier = model.pytorch_model
         noted, module.noted = module.noted, None  # these losses are no part of the round's training loss
         total, images = 0.0, 0
-        for batch in self.means.users.user_dataset(user).once():
+        for batch in self.context.users.user_dataset(user).once():
             with torch.no_grad(), model.amp_context or contextlib.nullcontext():
                 total += float(module.loss(*model._prepare_batch(batch))) * len(batch[0])
             images += len(batch[0])
@@ -139,7 +139,7 @@ class ByLoss(ServerModelAlgorithm):
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """A user receives the trained variables, and sends an update and its loss."""
-        size = trained_bytes(self.means.module)
+        size = trained_bytes(self.context.module)
         return Traffic(size, size + LOSS_BYTES)
 
 

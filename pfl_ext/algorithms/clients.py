@@ -20,7 +20,7 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.algorithm import Means
+from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.federated_dataset import UserImages
@@ -49,32 +49,32 @@ class Clients:
     """The users of a run.
 
     Args:
-        means: the run's.
+        context: the run's.
         trainer: trains one user, and declares its ``refusals``; None: FedAvg's local training.
 
     Raises:
         ValueError: in a private run, since a mechanism bounds only one sum of updates in each round.
     """
 
-    def __init__(self, means: Means, trainer: Trainer | None = None) -> None:
-        refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, means.postprocessors)))
-        self._means, self._algorithm = means, FedAvg() if trainer is None else trainer
-        self._backend = means.backend()
+    def __init__(self, context: RunContext, trainer: Trainer | None = None) -> None:
+        refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, context.postprocessors)))
+        self._context, self._algorithm = context, FedAvg() if trainer is None else trainer
+        self._backend = context.backend()
 
     def weights(self) -> Weights:
         """A copy of the run's model's current weights."""
-        return {name: p.detach().clone() for name, p in self._means.model.variable_map.items()}
+        return {name: p.detach().clone() for name, p in self._context.model.variable_map.items()}
 
     @torch.no_grad()
     def model(self, weights: Mapping[str, Tensor]) -> PyTorchModel:
         """Set the run's model to these weights, and return it."""
-        for name, parameter in self._means.model.variable_map.items():
+        for name, parameter in self._context.model.variable_map.items():
             parameter.copy_(weights[name])
-        return self._means.model
+        return self._context.model
 
     def cohort(self, number: int) -> IntArray:
         """The users of a round; the same on every worker."""
-        return self._means.users.cohort(self._means.cohort_size, number)
+        return self._context.users.cohort(self._context.cohort_size, number)
 
     def mean_update(
         self, weights: Mapping[str, Tensor], users: IntArray, number: int, draws: int | None = None
@@ -132,7 +132,7 @@ class Clients:
 
     def unseen(self, users: IntArray) -> Tensor:
         """``[n, 3]`` zeros, a row for what `train_alone` returns about each of n users."""
-        return torch.zeros(len(users), 3, device=next(iter(self._means.model.variable_map.values())).device)
+        return torch.zeros(len(users), 3, device=next(iter(self._context.model.variable_map.values())).device)
 
     @contextlib.contextmanager
     def dealt(self, users: IntArray, number: int) -> Iterator[list[int]]:
@@ -141,8 +141,10 @@ class Clients:
         Users are divided by their predicted work. In this context the process is `apart` from other workers.
         """
         workers = current()
-        begin_work(round=number, cohort=f"{zlib.crc32(users.tobytes()):08x}", config=self._means.config_hash)
-        shares = self._means.users.assign(users, 1 if workers is None else workers.world_size)
+        begin_work(
+            round=number, cohort=f"{zlib.crc32(users.tobytes()):08x}", config=self._context.config_hash
+        )
+        shares = self._context.users.assign(users, 1 if workers is None else workers.world_size)
         with apart():
             yield shares[0 if workers is None else workers.global_rank]
 
@@ -170,7 +172,7 @@ class Clients:
         Returns:
             The learning rate.
         """
-        model, rate = self.model(weights), self._means.server_rate(number)
+        model, rate = self.model(weights), self._context.server_rate(number)
         for group in model._central_optimizer.param_groups:
             group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
         model.apply_model_update(MappedVectorStatistics(dict(mean)))
@@ -181,8 +183,8 @@ class Clients:
     ) -> tuple[Weights, Metrics]:
         """The weighted mean of the updates of some users, at least one."""
         model = self.model(weights)
-        context = training_context(draws, len(users), self._means.local_in(number))
-        with self._means.users.only(users):
+        context = training_context(draws, len(users), self._context.local_in(number))
+        with self._context.users.only(users):
             sums, metrics = self._backend.gather_results(model, self._algorithm, central_context=context)
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
             sums.average()

@@ -35,7 +35,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic
 from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Batch, UserImages
@@ -95,14 +95,14 @@ class ClosedForm(Algorithm[Sums]):
     """How many matrices of D x D numbers there are at once when the head is solved for."""
     idle_in_runtime: ClassVar[str] = "engine accumulate precision reduce"
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self._backend = CentrallyEvaluatedBackend(
-            means.users,
-            seed=means.seed,
-            postprocessors=[WeightByUser(), *means.postprocessors[1:]],  # the mechanism comes last
+            context.users,
+            seed=context.seed,
+            postprocessors=[WeightByUser(), *context.postprocessors[1:]],  # the mechanism comes last
             accumulate=torch.float64,
-            config_hash=means.config_hash,
+            config_hash=context.config_hash,
         )
 
     @classmethod
@@ -152,7 +152,7 @@ class ClosedForm(Algorithm[Sums]):
 
     def init(self, seed: int) -> Sums:
         """The sums before any user was asked: zeros."""
-        noise = {NOISE: torch.zeros((), dtype=torch.float64)} if self.means.private else {}
+        noise = {NOISE: torch.zeros((), dtype=torch.float64)} if self.context.private else {}
         return self.zeros() | noise
 
     def zeros(self) -> Sums:
@@ -164,15 +164,15 @@ class ClosedForm(Algorithm[Sums]):
     def round(self, state: Sums, number: int) -> tuple[Sums, dict[str, Any]]:
         """Ask the next users, and add what they send."""
         asked = self.asked(number)
-        context = training_context(number, len(asked), self.means.local)
-        with self.means.users.only(asked):
+        context = training_context(number, len(asked), self.context.local)
+        with self.context.users.only(asked):
             sums, metrics = self._backend.gather_results(
-                self.means.model, self.asking(), central_context=context
+                self.context.model, self.asking(), central_context=context
             )
         # pfl would also count the placeholder of a worker without users
         line = {**cohort_line(metrics), "users": len(asked)}
         sent = {name: sums[name].cpu() for name in sums}
-        for mechanism in self.means.postprocessors:
+        for mechanism in self.context.postprocessors:
             if isinstance(mechanism, NoisyMean):
                 line["privacy"] = mechanism.line(metrics)
                 deviation = line["privacy"]["noise std. dev. on the mean"] * sums.weight
@@ -189,19 +189,19 @@ class ClosedForm(Algorithm[Sums]):
 
     def asked(self, number: int) -> IntArray:
         """The users of a round: a part of a permutation that the run's seed draws."""
-        users = stream(self.means.seed, "users of closed forms").permutation(self.means.users.num_users)
-        size = self.means.cohort_size
+        users = stream(self.context.seed, "users of closed forms").permutation(self.context.users.num_users)
+        size = self.context.cohort_size
         return users[number * size : (number + 1) * size]
 
     @torch.no_grad()
     def model(self, state: Sums) -> PyTorchModel:
         """The run's model with the head of these sums."""
         weight, bias = self.head(state)
-        temperature = self.means.options.temperature
+        temperature = self.context.options.temperature
         self.layer.weight.copy_(weight / temperature)
         if self.layer.bias is not None:
             self.layer.bias.copy_(bias / temperature)
-        return self.means.model
+        return self.context.model
 
     def tensors(self, state: Sums) -> dict[str, Tensor]:
         """The sums."""
@@ -218,7 +218,7 @@ class ClosedForm(Algorithm[Sums]):
     @property
     def layer(self) -> nn.Linear:
         """The head: the network's last layer."""
-        layer = head_of(self.means.model.pytorch_model.backbone)[1]
+        layer = head_of(self.context.model.pytorch_model.backbone)[1]
         assert isinstance(layer, nn.Linear)
         return layer
 
@@ -239,17 +239,17 @@ class ClosedForm(Algorithm[Sums]):
 
     def rows(self, images: UserImages) -> Iterator[tuple[Tensor, Tensor]]:
         """`rows_of` each batch of a user's images."""
-        batches = images.iter(self.means.local.local_batch_size) if len(images) else ()
+        batches = images.iter(self.context.local.local_batch_size) if len(images) else ()
         return map(self.rows_of, batches)
 
     @torch.no_grad()
     def rows_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features ``[B, D]`` and labels ``[B, K]`` of a batch of images, as `of_batch` takes them."""
-        module: ImageClassifier = self.means.model.pytorch_model
+        module: ImageClassifier = self.context.model.pytorch_model
         ready = [part.to(self.layer.weight.device) for part in batch]
         features, (_, targets) = entering(self.layer, partial(module.outputs, *ready))
         z = features.to(self.wide).double()
-        z = F.normalize(z) if self.means.options.unit_features else z
+        z = F.normalize(z) if self.context.options.unit_features else z
         return z, (targets > 0).to(self.wide).double()
 
 

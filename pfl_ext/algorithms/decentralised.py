@@ -30,7 +30,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from dataset.arrays import FloatArray
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, trained_bytes
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.randomness import stream
@@ -93,16 +93,16 @@ class Decentralised(Algorithm[Models]):
     keeps_omega: ClassVar[bool] = False
     """Whether the rows of M may have another sum than 1; then `Models.omega` is mixed and sent as well."""
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients, self.n = Clients(means), means.cohort_size
-        drawn = stream(means.seed, "users of the network").choice(
-            means.users.num_users, self.n, replace=False
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients, self.n = Clients(context), context.cohort_size
+        drawn = stream(context.seed, "users of the network").choice(
+            context.users.num_users, self.n, replace=False
         )
         self.users = np.sort(drawn)
-        self.matrix(means.options, self.n, means.seed, 0)  # raises the error of an impossible graph now
-        if self.n < means.users.num_users and is_main():
-            name, others = type(self).__name__, means.users.num_users - self.n
+        self.matrix(context.options, self.n, context.seed, 0)  # raises the error of an impossible graph now
+        if self.n < context.users.num_users and is_main():
+            name, others = type(self).__name__, context.users.num_users - self.n
             print(f"{name}: {self.n} users are the network; {others} others take no part", file=sys.stderr)
 
     @classmethod
@@ -147,7 +147,7 @@ class Decentralised(Algorithm[Models]):
 
     def round(self, state: Models, number: int) -> tuple[Models, dict[str, Any]]:
         """Every user trains its model; then the models are mixed."""
-        matrix = self.matrix(self.means.options, self.n, self.means.seed, number)
+        matrix = self.matrix(self.context.options, self.n, self.context.seed, number)
         starts = state.models()
         own = [{name: w[user] for name, w in starts.items()} for user in range(self.n)]
         updates, line = self.clients.each_update(own, self.users, number)
@@ -158,7 +158,7 @@ class Decentralised(Algorithm[Models]):
         omega = torch.from_numpy(matrix) @ state.omega if self.keeps_omega else state.omega
         links = int(np.count_nonzero(matrix) - np.count_nonzero(np.diag(matrix)))
         after = Models(
-            mixed(matrix, moved, self.means.accumulate), omega, state.sent + torch.tensor([links, 1])
+            mixed(matrix, moved, self.context.accumulate), omega, state.sent + torch.tensor([links, 1])
         )
         distance = after.consensus_distance()
         return after, {**line, "consensus_distance": distance} if math.isfinite(distance) else line
@@ -182,6 +182,6 @@ class Decentralised(Algorithm[Models]):
         A model, and its omega where that is mixed, is sent along each edge of the round's graph.
         """
         models, rounds = state.sent.tolist()
-        size = trained_bytes(self.means.module) + state.omega.element_size() * self.keeps_omega
+        size = trained_bytes(self.context.module) + state.omega.element_size() * self.keeps_omega
         each = round(models * size / (rounds * self.n)) if rounds else 0
         return Traffic(each, each)

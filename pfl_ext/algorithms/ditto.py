@@ -24,7 +24,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Means, register
+from pfl_ext.algorithms.algorithm import RunContext, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personal_steps import InPhases, Phase, Pull
@@ -51,10 +51,10 @@ class Ditto(Personalised):
     options: ClassVar[type] = DittoOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self._own = InPhases()
-        self._owners = Clients(replace(self.means, engine=None), self._own)
+        self._owners = Clients(replace(self.context, engine=None), self._own)
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
@@ -69,7 +69,7 @@ class Ditto(Personalised):
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
         """FedAvg's update of w, then the steps of v_i."""
         update, seen = self.clients.train_alone(x, user, number)
-        options, pull = self.means.options, Pull(self.means.options.proximal_weight, x)
+        options, pull = self.context.options, Pull(self.context.options.proximal_weight, x)
         phase = Phase(self.shared, options.personal_epochs, options.personal_learning_rate, pull)
         self._own.phases = [phase]
         moved, _ = self._owners.train_alone(self.layout.named(kept), user, number)

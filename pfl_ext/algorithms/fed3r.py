@@ -59,7 +59,7 @@ class Fed3R(ByRows):
 
     def head(self, total: Sums) -> tuple[Tensor, Tensor]:
         """The solution. Each label's part is divided by its norm if `normalise` is set."""
-        gram, options = total["gram"], self.means.options
+        gram, options = total["gram"], self.context.options
         ridge = options.ridge
         if ridge is None:
             ridge = largest_of_noise(float(total[NOISE]), len(gram)) if NOISE in total else RIDGE

@@ -40,7 +40,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, register, trained_bytes
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, register, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
 from pfl_ext.devices.arrivals import ServerStep, server_steps
@@ -91,27 +91,27 @@ class FedBuff(Algorithm[Buffered]):
         "proportional": "FedBuff draws users alike: set federated.sampling to uniform",
     }
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        assert means.devices is not None
-        users, options, size = means.users, means.options, trained_bytes(means.module)
-        self.clients, self.sent = Clients(means), Sent(size, size)
-        fleet = Fleet(means.devices, users.partition.user_ids, means.seed)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        assert context.devices is not None
+        users, options, size = context.users, context.options, trained_bytes(context.module)
+        self.clients, self.sent = Clients(context), Sent(size, size)
+        fleet = Fleet(context.devices, users.partition.user_ids, context.seed)
         passes = users.sampling.image_passes(users.sizes)
         self.steps: list[ServerStep] = server_steps(
             fleet.seconds(np.arange(users.num_users), passes, self.sent),
             concurrency=options.concurrency,
             buffer_size=options.buffer_size,
             max_staleness=options.max_staleness,
-            drop_out=means.devices.drop_out,
-            num_steps=means.num_rounds,
-            seed=means.seed,
+            drop_out=context.devices.drop_out,
+            num_steps=context.num_rounds,
+            seed=context.seed,
         )
         self._last_use = {version: t for t, step in enumerate(self.steps) for version in step.by_version()}
         groups = [len(step.by_version()) for step in self.steps]
         self._groups_before = np.cumsum([0, *groups]).tolist()
         sizes = users.sampling.taking_part(users.sizes)
-        self._weights = sizes.astype(float) if means.by_images else np.ones(len(sizes))
+        self._weights = sizes.astype(float) if context.by_images else np.ones(len(sizes))
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -147,7 +147,7 @@ class FedBuff(Algorithm[Buffered]):
 
     def init(self, seed: int) -> Buffered:
         """The run's model, whose weights were drawn from the run's seed, as version 0."""
-        return Buffered(self.means.model, {0: self.clients.weights()})
+        return Buffered(self.context.model, {0: self.clients.weights()})
 
     def round(self, state: Buffered, number: int) -> tuple[Buffered, dict[str, Any]]:
         """Train the users of a buffer, each from its own version, and make the server's step."""
@@ -176,7 +176,7 @@ class FedBuff(Algorithm[Buffered]):
 
     def _staleness_weight(self, age: int) -> float:
         """s of an update that is ``age`` server steps old."""
-        return 1.0 if self.means.options.staleness_weight == "constant" else float((1 + age) ** -0.5)
+        return 1.0 if self.context.options.staleness_weight == "constant" else float((1 + age) ** -0.5)
 
     def _events(self, number: int) -> dict[str, Any]:
         """What ``metrics.jsonl`` says about the time since the last step."""

@@ -1,5 +1,5 @@
 """FedCOF: a head from the classes' covariances, which are estimated from users' class means
-(Salami et al. 2024, "Closed-Form Feature-Based Federated Learning from Class Means", arXiv 2412.14326).
+(Salami et al. 2024, "Closed-Form Feature-Based Federated Learning from Class RunContext", arXiv 2412.14326).
 
 For each class c of which user k has images, it sends their number ``n_kc`` and the mean of their features
 ``mu_kc``. The users' means vary about the class mean as images do, with ``1 / n_kc`` of their variance:
@@ -27,7 +27,7 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Means, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.closed_form import FLOAT, ClosedForm, HeadOptions, Sums, solved
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import UserImages
@@ -51,9 +51,9 @@ class FedCOF(ClosedForm):
     options: ClassVar[type] = FedCOFOptions
     square_matrices: ClassVar[int] = 6  # G, its symmetric part, and those of `eigh`
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self._numbers = means.users.partition.numbers
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._numbers = context.users.partition.numbers
         self._sent: list[Tensor] = []
 
     @classmethod
@@ -112,7 +112,7 @@ class FedCOF(ClosedForm):
         apart = means - (sums / images.clamp(min=1)[:, None])[classes]
         factors = (images - 1).clamp(min=0) / (users - 1).clamp(min=1)
         gram = apart.T @ (apart * (counts * factors[classes])[:, None])
-        gram.diagonal().add_(self.means.options.shrinkage * (images - 1).clamp(min=0).sum())
+        gram.diagonal().add_(self.context.options.shrinkage * (images - 1).clamp(min=0).sum())
         gram += torch.outer(sums.sum(0), sums.sum(0)) / images.sum().clamp(min=1)
         weight = solved(gram, sums.T).T
         return F.normalize(weight), torch.zeros(num_classes, dtype=weight.dtype)

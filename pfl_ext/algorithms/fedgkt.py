@@ -52,7 +52,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Weights
 from pfl_ext.algorithms.distillation import divergence, pooled, shapes_of
 from pfl_ext.algorithms.split import UNREAD_IN_RUNTIME, Wire
@@ -116,16 +116,16 @@ class FedGKT(Algorithm[GKTState]):
     )
     idle_in_runtime: ClassVar[str] = f"{UNREAD_IN_RUNTIME} accumulate reduce"
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.wire, self.n = Wire(), means.cohort_size
-        self.module: ImageClassifier = means.model.pytorch_model
-        extractor, self.server = parts_of(self.module, means.options.cut)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.wire, self.n = Wire(), context.cohort_size
+        self.module: ImageClassifier = context.model.pytorch_model
+        extractor, self.server = parts_of(self.module, context.options.cut)
         self.extractor, self.shapes = extractor, shapes_of(self.module, extractor, self.server)
-        population = means.users.num_users
-        drawn = stream(means.seed, "clients of fedgkt").choice(population, self.n, replace=False)
+        population = context.users.num_users
+        drawn = stream(context.seed, "clients of fedgkt").choice(population, self.n, replace=False)
         self.users: IntArray = np.sort(drawn)
-        sizes = means.users.partition.sizes[self.users]
+        sizes = context.users.partition.sizes[self.users]
         self.offsets: IntArray = np.concatenate([[0], np.cumsum(sizes)])
         self.shown = int(sizes.argmax())
         self.classifier = {
@@ -200,7 +200,7 @@ class FedGKT(Algorithm[GKTState]):
 
     def round(self, state: GKTState, number: int) -> tuple[GKTState, dict[str, Any]]:
         """Train all clients, which send features, logits and labels; then train the server."""
-        users, device = self.means.users, self.module.mean.device
+        users, device = self.context.users, self.module.mean.device
         users.set_round(number)
         with users.only(self.users):
             members = users.members(self.n)
@@ -235,9 +235,9 @@ class FedGKT(Algorithm[GKTState]):
 
     def _train(self, images: UserImages, teacher: Tensor | None, number: int) -> Tensor:
         """Make a client's passes, with z_s of its images. Returns the sum of losses and their number."""
-        local, options, module = self.means.local_in(number), self.means.options, self.module
+        local, options, module = self.context.local_in(number), self.context.options, self.module
         variables = list(self._of_client().values())
-        optimizer = self.means.model.new_local_optimizer(learning_rate=local.local_learning_rate)
+        optimizer = self.context.model.new_local_optimizer(learning_rate=local.local_learning_rate)
         optimizer.param_groups[0]["params"] = variables
         losses = torch.zeros(2, dtype=torch.float64)
         for _ in range(local.local_num_epochs):
@@ -270,8 +270,8 @@ class FedGKT(Algorithm[GKTState]):
     def _batches(self, number: int, epoch: int) -> list[IntArray]:
         """The images of each batch in one pass of the server. A batch has images of one client."""
         rng, size = (
-            stream(self.means.seed, "server of fedgkt", number, epoch),
-            self.means.local.local_batch_size,
+            stream(self.context.seed, "server of fedgkt", number, epoch),
+            self.context.local.local_batch_size,
         )
         batches = []
         for start, end in zip(self.offsets, self.offsets[1:]):
@@ -283,7 +283,7 @@ class FedGKT(Algorithm[GKTState]):
         self, state: GKTState, features: Tensor, logits: Tensor, labels: Tensor, number: int
     ) -> tuple[GKTState, Tensor]:
         """Make the server's passes. Returns the new state, and the sum of losses and their number ``[2]``."""
-        options, variables = self.means.options, self.server.parameters
+        options, variables = self.context.options, self.server.parameters
         _set(variables, state.server)
         optimizer = torch.optim.Adam(variables.values(), options.server_learning_rate)
         for name, variable in variables.items():
@@ -302,7 +302,7 @@ class FedGKT(Algorithm[GKTState]):
                 losses += torch.tensor([float(loss.detach()) * len(batch), len(batch)])
                 steps += 1
         optimizer.zero_grad()
-        teacher, size = torch.empty_like(state.teacher), self.means.local.local_batch_size
+        teacher, size = torch.empty_like(state.teacher), self.context.local.local_batch_size
         with torch.no_grad():
             for first in range(0, len(features), size):
                 some = features[first : first + size].clone()  # the server's first layer may work in place
@@ -322,13 +322,13 @@ class FedGKT(Algorithm[GKTState]):
 
     def findings(self, state: GKTState) -> dict[str, Any]:
         """The client whose extractor is part of the scored model."""
-        return {"extractor_of": str(self.means.users.partition.user_ids[self.users[self.shown]])}
+        return {"extractor_of": str(self.context.users.partition.user_ids[self.users[self.shown]])}
 
     def model(self, state: GKTState) -> PyTorchModel:
         """The server's part on the extractor of the client with most images."""
         _set(self.extractor.parameters, {name: w[self.shown] for name, w in state.clients.items()})
         _set(self.server.parameters, state.server)
-        return self.means.model
+        return self.context.model
 
     def tensors(self, state: GKTState) -> dict[str, Tensor]:
         """The tensors of the whole state."""
@@ -352,7 +352,7 @@ class FedGKT(Algorithm[GKTState]):
 
     def bytes(self, state: GKTState) -> Traffic:
         """Features, logits and label of each image up, and logits down; averaged over clients."""
-        users = self.means.users
+        users = self.context.users
         images, targets, _ = next(users.user_dataset(int(self.users[self.shown])).once())
         _, targets = self.module.prepare(images[:1].to(self.module.mean.device), targets[:1])
         logits = FLOAT * self.shapes.outputs

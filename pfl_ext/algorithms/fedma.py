@@ -45,7 +45,7 @@ from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register, trained_bytes
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.matching import (
     Belief,
@@ -107,10 +107,10 @@ class FedMA(Algorithm[Networks]):
     idle: ClassVar[str] = "server."
     only_last: ClassVar[bool] = True
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients = Clients(means)
-        self.layers = layers_of(means.module.backbone, BACKBONE)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients = Clients(context)
+        self.layers = layers_of(context.module.backbone, BACKBONE)
         self.users = self.clients.cohort(0)
 
     @classmethod
@@ -142,7 +142,7 @@ class FedMA(Algorithm[Networks]):
 
     def init(self, seed: int) -> Networks:
         """The state before the first round: all users have the run's network, less the room in it."""
-        options: FedMAOptions = self.means.options
+        options: FedMAOptions = self.context.options
         first = self.clients.weights()
         for layer, following in pairwise(self.layers):
             there = layer.neurons - int(options.room * layer.neurons)
@@ -157,7 +157,7 @@ class FedMA(Algorithm[Networks]):
         moved = 0
         if place + 1 < len(self.layers):
             users = [neurons(own, layer) for own in trained]
-            found = matched(users, self.means.options.passes, self.means.options.belief)
+            found = matched(users, self.context.options.passes, self.context.options.belief)
             following = self.layers[place + 1]
             trained = [reordered(own, layer, following, places) for own, places in zip(trained, found)]
             moved = sum(int((places != np.arange(layer.neurons)).sum()) for places in found)
@@ -185,7 +185,7 @@ class FedMA(Algorithm[Networks]):
     @contextmanager
     def _frozen_below(self, place: int) -> Iterator[Clients]:
         """In this context the layers below ``place`` are frozen. Yields clients that train the others."""
-        module, engine = self.means.module, self.means.engine
+        module, engine = self.context.module, self.context.engine
         if place == 0:
             yield self.clients
             return
@@ -193,12 +193,12 @@ class FedMA(Algorithm[Networks]):
         frozen = [parameter for name, parameter in module.named_parameters() if name in below]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        model = copy.copy(self.means.model)
+        model = copy.copy(self.context.model)
         model._variable_map = {name: p for name, p in module.named_parameters() if p.requires_grad}
         model._model_diff = MappedVectorStatistics()
         engine = None if engine is None else engine.like(module)
         try:
-            yield Clients(replace(self.means, model=model, engine=engine))
+            yield Clients(replace(self.context, model=model, engine=engine))
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
@@ -207,8 +207,8 @@ class FedMA(Algorithm[Networks]):
 
     def _shares(self) -> list[float]:
         """Each user's weight in a mean; they add up to 1."""
-        users, weights = self.means.users, [1.0] * len(self.users)
-        if self.means.by_images:
+        users, weights = self.context.users, [1.0] * len(self.users)
+        if self.context.by_images:
             with users.only(self.users):
                 weights = [float(member.num_images) for member in users.members(len(self.users))]
         total = sum(weights)
@@ -219,8 +219,8 @@ class FedMA(Algorithm[Networks]):
 
     def _labels(self, user: int, classes: int, number: int) -> np.ndarray[Any, Any]:
         """How many of a user's images in this round have each class, ``[K]``."""
-        self.means.users.set_round(number)
-        images, counts = self.means.users.user_dataset(user), np.zeros(classes)
+        self.context.users.set_round(number)
+        images, counts = self.context.users.user_dataset(user), np.zeros(classes)
         for _, targets, _ in images.once() if len(images) else ():
             counts += (targets > 0).double().sum(0).numpy()
         return counts
@@ -252,7 +252,7 @@ class FedMA(Algorithm[Networks]):
         places; the class counts go up with the last layer. The first network, which comes down once in the
         run, is added. Empty neurons count as others do.
         """
-        size, rounds, total = trained_bytes(self.means.module), len(self.layers), self.means.num_rounds
+        size, rounds, total = trained_bytes(self.context.module), len(self.layers), self.context.num_rounds
         places = NUMBER * sum(layer.neurons for layer in self.layers[:-1])
         down = -(-(size + places) // rounds) + -(-size // total)
         return Traffic(down, -(-(size + NUMBER * self.layers[-1].neurons) // rounds))

@@ -49,7 +49,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, register
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Batch, UserImages
@@ -85,9 +85,9 @@ class FedNAS(Algorithm[Weights]):
     idle: ClassVar[str] = "server. local.virtual_size"
     idle_in_runtime: ClassVar[str] = "engine precision"
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients = Clients(means, LocalSearch(means))
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients = Clients(context, LocalSearch(context))
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -136,8 +136,8 @@ class LocalSearch:
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
 
-    def __init__(self, means: Means) -> None:
-        self._seed, self._options = means.seed, means.options
+    def __init__(self, context: RunContext) -> None:
+        self._seed, self._options = context.seed, context.options
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext

@@ -19,7 +19,7 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Means, register
+from pfl_ext.algorithms.algorithm import RunContext, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.personal_parts import personal_names, trained_names
 from pfl_ext.algorithms.personal_steps import InPhases, Phase
@@ -50,11 +50,11 @@ class FedPer(Personalised):
     options: ClassVar[type] = FedPerOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        tuned = set(self.layout.shapes) or set(trained_names(means.model.pytorch_model))
-        phase = Phase(tuned, self.means.options.tune_epochs)
-        self._tuning = Clients(replace(self.means, engine=None), InPhases([phase]))
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        tuned = set(self.layout.shapes) or set(trained_names(context.model.pytorch_model))
+        phase = Phase(tuned, self.context.options.tune_epochs)
+        self._tuning = Clients(replace(self.context, engine=None), InPhases([phase]))
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
@@ -76,13 +76,13 @@ class FedPer(Personalised):
     @property
     def tunes(self) -> bool:
         """Whether users are tuned before they are scored."""
-        return bool(self.means.options.tune_epochs)
+        return bool(self.context.options.tune_epochs)
 
     def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:
         """x with the user's h, after `tune_epochs` epochs of tuning."""
         own = super().own_model(x, kept, user, number)
         if self.tunes:
-            last = self.means.num_rounds - 1  # the schedule has no learning rate after the last round
+            last = self.context.num_rounds - 1  # the schedule has no learning rate after the last round
             update, _ = self._tuning.train_alone(own, user, min(number, last), draws=number)
             own = {name: w + update[name] for name, w in own.items()}
         return own

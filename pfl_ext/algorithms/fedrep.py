@@ -21,7 +21,7 @@ from typing import ClassVar
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms.algorithm import Means, register
+from pfl_ext.algorithms.algorithm import RunContext, register
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.fedper import FedPer, FedPerOptions
 from pfl_ext.algorithms.personal_steps import InPhases, Phase
@@ -46,8 +46,8 @@ class FedRep(FedPer):
     takes: ClassVar[tuple[str, ...]] = ("compression",)
     idle_in_runtime: ClassVar[str] = "engine"
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        options = self.means.options
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        options = self.context.options
         first = Phase(list(self.layout.shapes), options.personal_epochs, options.personal_learning_rate)
-        self.clients = Clients(self.means, InPhases([first, Phase(self.shared)]))
+        self.clients = Clients(self.context, InPhases([first, Phase(self.shared)]))

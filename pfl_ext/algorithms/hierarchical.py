@@ -28,7 +28,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.algorithm import Means, Setup, Traffic, register, trained_bytes
+from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, register, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT
@@ -58,10 +58,10 @@ class Hierarchical(ServerModelAlgorithm):
 
     options: ClassVar[type] = HierarchicalOptions
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients = Clients(means)
-        self.group = groups_of(means.users.num_users, means.options.groups, means.seed)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients = Clients(context)
+        self.group = groups_of(context.users.num_users, context.options.groups, context.seed)
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -79,7 +79,7 @@ class Hierarchical(ServerModelAlgorithm):
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Run the inner rounds of each group, and make the server's step on the mean over groups."""
         x, cohort = self.clients.weights(), self.clients.cohort(number)
-        parts = [cohort[self.group[cohort] == group] for group in range(self.means.options.groups)]
+        parts = [cohort[self.group[cohort] == group] for group in range(self.context.options.groups)]
         parts = [part for part in parts if len(part)]
         weights = [self._weight(part) for part in parts]
         total = {n: torch.zeros_like(w) for n, w in x.items()}
@@ -91,12 +91,12 @@ class Hierarchical(ServerModelAlgorithm):
                 for name, difference in total.items():
                     difference.add_(y[name] - x[name], alpha=weight / sum(weights))
         rate = self.clients.server_step(x, total, number)
-        line = {"users": len(cohort), **_together(lines, self.means.options.inner_rounds)}
+        line = {"users": len(cohort), **_together(lines, self.context.options.inner_rounds)}
         return state, {**line, "groups": len(parts), "learning_rate": rate}
 
     def _inner_rounds(self, x: Weights, users: IntArray, number: int) -> tuple[Weights, list[dict[str, Any]]]:
         """A group's model after its inner rounds from x, and the ``metrics.jsonl`` line of each."""
-        lines, rounds = [], self.means.options.inner_rounds
+        lines, rounds = [], self.context.options.inner_rounds
         for inner in range(rounds):
             update, line = self.clients.mean_update(x, users, number, draws=number * rounds + inner)
             x = {name: w + update[name] for name, w in x.items()}
@@ -105,17 +105,17 @@ class Hierarchical(ServerModelAlgorithm):
 
     def _weight(self, users: IntArray) -> float:
         """The total weight of some users of a cohort: their number, or the number of their images."""
-        if not self.means.by_images:
+        if not self.context.by_images:
             return float(len(users))
-        with self.means.users.only(users):
-            return float(sum(member.num_images for member in self.means.users.members(len(users))))
+        with self.context.users.only(users):
+            return float(sum(member.num_images for member in self.context.users.members(len(users))))
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """In each inner round a user of the cohort receives its group's model and sends an update back.
 
         Each group and the server also send each other one model in a round.
         """
-        size = self.means.options.inner_rounds * trained_bytes(self.means.module)
+        size = self.context.options.inner_rounds * trained_bytes(self.context.module)
         return Traffic(size, size)
 
 

@@ -28,7 +28,7 @@ from pfl_ext.aggregation.norm_bound import BOUNDED
 from pfl_ext.algorithms.algorithm import (
     Algorithm,
     Choice,
-    Means,
+    RunContext,
     Setup,
     Traffic,
     UserState,
@@ -133,9 +133,9 @@ class OnPfl(Choice, FederatedAveraging):
         assert cls.train_one_user is OnPfl.train_one_user, "the engine would not call it: override rule"
 
     @classmethod
-    def start(cls, means: Means) -> PflLoop:
+    def start(cls, context: RunContext) -> PflLoop:
         """The algorithm for a run, in pfl's loop."""
-        return PflLoop(cls, means)
+        return PflLoop(cls, context)
 
     @classmethod
     def build(cls, setup: Setup, **common: Any) -> tuple[FederatedAveraging, NNAlgorithmParams]:
@@ -219,25 +219,25 @@ class PflLoop(Algorithm[PyTorchModel]):
 
     refusals: ClassVar[Refusals] = {}
 
-    def __init__(self, kind: type[OnPfl], means: Means) -> None:
-        super().__init__(means)
+    def __init__(self, kind: type[OnPfl], context: RunContext) -> None:
+        super().__init__(context)
         self._algorithm, self._params = kind.build(
-            means,
-            central_num_iterations=means.num_rounds,
-            evaluation_frequency=means.num_rounds,
-            train_cohort_size=means.cohort_size,
+            context,
+            central_num_iterations=context.num_rounds,
+            evaluation_frequency=context.num_rounds,
+            train_cohort_size=context.cohort_size,
             val_cohort_size=None,  # the model is scored between rounds
         )
-        self._stages = means.stages(list(means.model.variable_map))
-        self._backend = means.backend(self._stages, means.tuner if kind.tunes_engine else None)
-        if means.devices is not None:
-            means.users.turnouts = Turnouts(
-                means.devices,
-                means.users,
-                means.users.partition.user_ids,
-                cohort_size=means.cohort_size,
-                seed=means.seed,
-                sent=Sent(*self._algorithm.bytes(means.model)),
+        self._stages = context.stages(list(context.model.variable_map))
+        self._backend = context.backend(self._stages, context.tuner if kind.tunes_engine else None)
+        if context.devices is not None:
+            context.users.turnouts = Turnouts(
+                context.devices,
+                context.users,
+                context.users.partition.user_ids,
+                cohort_size=context.cohort_size,
+                seed=context.seed,
+                sent=Sent(*self._algorithm.bytes(context.model)),
             )
 
     @property
@@ -247,19 +247,19 @@ class PflLoop(Algorithm[PyTorchModel]):
 
     def init(self, seed: int) -> PyTorchModel:
         """The run's model, whose weights were drawn from the run's seed."""
-        return self.means.model
+        return self.context.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Run one round of pfl's loop, with that round's learning rates."""
         for group in state._central_optimizer.param_groups:
-            group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
-        users = self.means.users
+            group["lr"] = self.context.server_rate(number) * group.get(RATE_FACTOR, 1.0)
+        users = self.context.users
         users.set_round(number)
-        mechanism = next((p for p in self.means.postprocessors if isinstance(p, NoisyMean)), None)
+        mechanism = next((p for p in self.context.postprocessors if isinstance(p, NoisyMean)), None)
         if users.turnouts is not None and not isinstance(mechanism, PrivateMean):  # noise makes a step
-            members = users.members(self.means.cohort_size)
+            members = users.members(self.context.cohort_size)
             if not any(member.num_images for member in members):  # no update, no weights
-                rate = self.means.server_rate(number)
+                rate = self.context.server_rate(number)
                 nothing = {"users": len(members), "images": 0, "learning_rate": rate, "max_local_steps": 0}
                 line = nothing | users.turnouts.line(number)
                 if isinstance(mechanism, LocallyPrivateMean):
@@ -267,14 +267,14 @@ class PflLoop(Algorithm[PyTorchModel]):
                 return state, line
         watch = _Watch()
         for stage in self._stages:
-            stage.begin(number, self.means.users.cohort(self.means.cohort_size, number))
+            stage.begin(number, self.context.users.cohort(self.context.cohort_size, number))
         self._algorithm._current_central_iteration = number
         with no_running_loop():
             self._algorithm.run(
                 replace(self._params, central_num_iterations=number + 1),
                 self._backend,
                 state,
-                self.means.local_in(number),
+                self.context.local_in(number),
                 NNEvalHyperParams(local_batch_size=None),
                 callbacks=[watch],
                 send_metrics_to_platform=False,
@@ -289,7 +289,7 @@ class PflLoop(Algorithm[PyTorchModel]):
 
     def _line(self, metrics: Metrics) -> dict[str, Any]:
         values = {str(name): get_overall_value(value) for name, value in metrics}
-        members = self.means.users.members(self.means.cohort_size)
+        members = self.context.users.members(self.context.cohort_size)
         line = {
             **cohort_line(metrics),
             "learning_rate": values["learning rate"],
@@ -299,7 +299,7 @@ class PflLoop(Algorithm[PyTorchModel]):
             line["bounded"] = round(values[str(BOUNDED)], 6)
         if str(LEFT_OUT) in values:
             line["left_out"] = int(values[str(LEFT_OUT)])
-        for mechanism in self.means.postprocessors:
+        for mechanism in self.context.postprocessors:
             if isinstance(mechanism, NoisyMean):
                 line["privacy"] = mechanism.line(metrics)
                 line["users"] = int(line["privacy"]["users"])  # pfl counts the placeholder of an empty cohort
@@ -344,4 +344,6 @@ class PflLoop(Algorithm[PyTorchModel]):
         traffic: Traffic = self._algorithm.bytes(state)
         if self._channel is None:
             return traffic
-        return Traffic(traffic.down, traffic.up - trained_bytes(self.means.module) + self._channel.num_bytes)
+        return Traffic(
+            traffic.down, traffic.up - trained_bytes(self.context.module) + self._channel.num_bytes
+        )

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dataset.arrays import IntArray
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.own_images import OwnImages, Scores
@@ -76,17 +76,17 @@ class Personalised(Algorithm[PyTorchModel]):
     idle: ClassVar[str] = "federated.reweight federated.max_importance augment.views"
     files: ClassVar[tuple[str, ...]] = (FILE,)
 
-    def __init__(self, means: Means) -> None:
-        self.images = OwnImages.of(means.users, means.options.held_out, means.options.split_seed)
-        super().__init__(replace(means, users=self.images.users))
-        self.clients, module = Clients(self.means), means.model.pytorch_model
-        self.layout = FlatVariables(module, self.kept_names(module, means.options))
-        shared = set(self.shared_names(module, means.options))
+    def __init__(self, context: RunContext) -> None:
+        self.images = OwnImages.of(context.users, context.options.held_out, context.options.split_seed)
+        super().__init__(replace(context, users=self.images.users))
+        self.clients, module = Clients(self.context), context.model.pytorch_model
+        self.layout = FlatVariables(module, self.kept_names(module, context.options))
+        shared = set(self.shared_names(module, context.options))
         self.shared = [name for name in trained_names(module) if name in shared]
-        self.channel = self.means.channel(self.shared)
-        path = None if means.folder is None else means.folder / FILE
-        self.parts = UserParts(means.users.num_users, self.layout, path)
-        self.seen = torch.zeros(means.users.num_users, dtype=torch.bool)
+        self.channel = self.context.channel(self.shared)
+        path = None if context.folder is None else context.folder / FILE
+        self.parts = UserParts(context.users.num_users, self.layout, path)
+        self.seen = torch.zeros(context.users.num_users, dtype=torch.bool)
 
     @classmethod
     @abstractmethod
@@ -141,14 +141,14 @@ class Personalised(Algorithm[PyTorchModel]):
     def init(self, seed: int) -> PyTorchModel:
         """The run's model, whose weights were drawn from the run's seed; no user has trained."""
         self.first = self.layout.flat(self.clients.weights())
-        return self.means.model
+        return self.context.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Train the cohort, and make a step of the server's optimiser on the mean of the shared updates."""
         x, users = self.clients.weights(), self.clients.cohort(number)
         kept, seen = self.parts.read(users, self.first), self.clients.unseen(users)
         after = torch.zeros_like(kept)
-        total = {name: torch.zeros_like(x[name], dtype=self.means.accumulate) for name in self.shared}
+        total = {name: torch.zeros_like(x[name], dtype=self.context.accumulate) for name in self.shared}
         if self.channel is not None:
             self.channel.begin(number, users)
         with self.clients.dealt(users, number) as mine:
@@ -156,7 +156,7 @@ class Personalised(Algorithm[PyTorchModel]):
                 update, after[place], seen[place] = self.train_user(x, kept[place], int(users[place]), number)
                 if self.channel is not None and seen[place, 0]:
                     update = self.channel.sent(update, int(users[place]))
-                weight = float(seen[place, 0]) if self.means.by_images else 1.0
+                weight = float(seen[place, 0]) if self.context.by_images else 1.0
                 for name, tensor in total.items():
                     tensor.add_(update[name].to(tensor.dtype), alpha=weight)
         if (workers := current()) is not None:
@@ -165,13 +165,13 @@ class Personalised(Algorithm[PyTorchModel]):
             self.channel.end()
         self.parts.write(users, after)
         self.seen[users] = True
-        weight = float(seen[:, 0].double().sum()) if self.means.by_images else float(len(users))
+        weight = float(seen[:, 0].double().sum()) if self.context.by_images else float(len(users))
         mean = {name: torch.zeros_like(w) for name, w in x.items()}
         for name, tensor in total.items():
             mean[name] = (tensor / weight).to(mean[name].dtype)
         rate = self.clients.server_step(x, mean, number)
         line = {**line_of(seen), "learning_rate": rate}
-        every = self.means.options.score_every
+        every = self.context.options.score_every
         if every and (number + 1) % every == 0:
             line["clients"] = self.scores(number + 1)
         return state, line
@@ -193,7 +193,7 @@ class Personalised(Algorithm[PyTorchModel]):
     def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> dict[str, Any]:
         """Scores of one group. ``own``: whether to score users' own models too, besides the server's."""
         held_out = [self.images.held_out[user] for user in users.tolist()]
-        scores = Scores(self.images.users.store, held_out, self.means.model.pytorch_model)
+        scores = Scores(self.images.users.store, held_out, self.context.model.pytorch_model)
         with self.clients.dealt(users, number) as mine:
             scores.add("server", mine)
         if not own:
@@ -211,10 +211,10 @@ class Personalised(Algorithm[PyTorchModel]):
 
     def findings(self, state: PyTorchModel) -> dict[str, Any]:
         """The scores on users' own images after the last round."""
-        clients = self.scores(self.means.num_rounds)
+        clients = self.scores(self.context.num_rounds)
         if is_main():
             for group, found in clients.items():
-                print(shown(self.means.model.pytorch_model.task.headline[0], group, found))
+                print(shown(self.context.model.pytorch_model.task.headline[0], group, found))
         return {"clients": clients}
 
     def model(self, state: PyTorchModel) -> PyTorchModel:

@@ -36,7 +36,7 @@ from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Means, Setup, register
+from pfl_ext.algorithms.algorithm import RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personal_steps import Descent, Pull
@@ -66,10 +66,10 @@ class PFedMe(Personalised):
     takes: ClassVar[tuple[str, ...]] = ("compression",)
     idle_in_runtime: ClassVar[str] = "engine"
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self._envelope = Envelope(self.means.options)
-        self.clients = Clients(self.means, self._envelope)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._envelope = Envelope(self.context.options)
+        self.clients = Clients(self.context, self._envelope)
 
     @classmethod
     def check(cls, setup: Setup) -> None:

@@ -67,10 +67,10 @@ class QFFL(ByLoss):
 
     def tilts(self, losses: Tensor) -> Tensor:
         """``q log F_i``."""
-        return losses.clamp(min=LEAST_LOSS).log() * float(self.means.options.q)
+        return losses.clamp(min=LEAST_LOSS).log() * float(self.context.options.q)
 
     def stretch(self, loss: float, squared_norm: float, rate: float) -> float:
         """``h_i / (L F_i^q)``."""
-        options = self.means.options
+        options = self.context.options
         lipschitz = 1 / rate if options.lipschitz is None else options.lipschitz
         return float(1 + options.q * lipschitz * squared_norm / max(loss, LEAST_LOSS))

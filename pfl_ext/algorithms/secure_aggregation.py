@@ -238,13 +238,13 @@ class SecureAggregation(SecureSum):
 
     def total(self, vectors: Mapping[int, Elements], users: int, number: int) -> Elements:
         """The sum, by pairwise masks."""
-        return pairwise_sum(vectors, users, degree_of(self.means))
+        return pairwise_sum(vectors, users, degree_of(self.context))
 
     def bytes(self, state: Any) -> Traffic:
         """The model, the keys, the shares and the answers of a user who is not lost."""
-        users, others = self.means.cohort_size, self.means.cohort_size - 1
+        users, others = self.context.cohort_size, self.context.cohort_size - 1
         passed = others * (2 * SHARE + TAG)
-        down = trained_bytes(self.means.module) + 2 * KEY_BYTES * users + passed + -(-users // 8)
+        down = trained_bytes(self.context.module) + 2 * KEY_BYTES * users + passed + -(-users // 8)
         up = 2 * KEY_BYTES + passed + BYTES * self.elements + SHARE * users
         return Traffic(down, up)
 

@@ -35,7 +35,7 @@ from pfl.model.pytorch import PyTorchModel
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms.algorithm import Means, Setup
+from pfl_ext.algorithms.algorithm import RunContext, Setup
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.finite_field import MOST_BITS, Elements, decode, encode, most_bits
 from pfl_ext.algorithms.flat_variables import FlatVariables
@@ -81,9 +81,9 @@ class SecureSum(ServerModelAlgorithm):
         "replacement, set federated.replacement to false",
     }
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients, self.bits = Clients(means), bits_of(means)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients, self.bits = Clients(context), bits_of(context)
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -113,26 +113,26 @@ class SecureSum(ServerModelAlgorithm):
 
     def drawn(self, places: np.ndarray[Any, Any], number: int, *keys: int) -> list[int]:
         """A share `drop_out` of these places, drawn from the run's seed and the round."""
-        rng = stream(self.means.seed, "users lost in secure sums", number, *keys)
-        count = int(self.means.options.drop_out * len(places))
+        rng = stream(self.context.seed, "users lost in secure sums", number, *keys)
+        count = int(self.context.options.drop_out * len(places))
         return sorted(int(place) for place in rng.permutation(places)[:count])
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Train the users who are not lost, compute their sum, and step on its mean."""
-        cohort, users = self.clients.cohort(number), self.means.users
+        cohort, users = self.clients.cohort(number), self.context.users
         lost = set(self.lost(len(cohort), number))
         left = [place for place in range(len(cohort)) if place not in lost]
         with users.only(cohort[left]):
             members = users.members(len(left))
         start = self.clients.weights()
-        variables = FlatVariables(self.means.module, list(start))
+        variables = FlatVariables(self.context.module, list(start))
         updates, line = self.clients.each_update([start] * len(left), cohort[left], number)
         clipped, vectors = 0, {}
         for place, member, update in zip(left, members, updates):
             flat = variables.flat(update).double().cpu().numpy()
-            clipped += int((np.abs(flat) > self.means.options.clip).sum())
-            weight = member.num_images if self.means.by_images else 1
-            numbers = encode(flat, weight, self.bits, self.means.options.clip)
+            clipped += int((np.abs(flat) > self.context.options.clip).sum())
+            weight = member.num_images if self.context.by_images else 1
+            numbers = encode(flat, weight, self.bits, self.context.options.clip)
             vectors[place] = np.append(numbers, weight)
         line |= {"lost": len(lost), "clipped": clipped, "skipped": 0}
         try:
@@ -149,7 +149,7 @@ class SecureSum(ServerModelAlgorithm):
     @property
     def elements(self) -> int:
         """Number of field elements of a user's input: P numbers and its weight."""
-        return 1 + sum(p.numel() for p in self.means.module.parameters() if p.requires_grad)
+        return 1 + sum(p.numel() for p in self.context.module.parameters() if p.requires_grad)
 
 
 def bits_of(setup: Setup) -> int:

@@ -16,7 +16,7 @@ class ServerModelAlgorithm(Algorithm[PyTorchModel]):
 
     def init(self, seed: int) -> PyTorchModel:
         """The run's model, whose weights were drawn from the run's seed."""
-        return self.means.model
+        return self.context.model
 
     def model(self, state: PyTorchModel) -> PyTorchModel:
         """The state itself."""

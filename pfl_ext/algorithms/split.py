@@ -34,7 +34,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Batch, Member, UserImages
@@ -91,11 +91,11 @@ class Split(Algorithm[SplitState]):
     idle: ClassVar[str] = UNREAD
     idle_in_runtime: ClassVar[str] = UNREAD_IN_RUNTIME
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients, self.wire = Clients(means), Wire()
-        module = means.model.pytorch_model
-        self.parts = parts_of(module, means.options.cut, means.options.variant == "u_shaped")
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients, self.wire = Clients(context), Wire()
+        module = context.model.pytorch_model
+        self.parts = parts_of(module, context.options.cut, context.options.variant == "u_shaped")
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -136,31 +136,31 @@ class Split(Algorithm[SplitState]):
 
     def round(self, state: SplitState, number: int) -> tuple[SplitState, dict[str, Any]]:
         """Train every user of the round together with the server."""
-        begin_work(round=number, config=self.means.config_hash)
-        users = self.means.users
+        begin_work(round=number, config=self.context.config_hash)
+        users = self.context.users
         users.set_round(number)
-        members = users.members(self.means.cohort_size)
-        if self.means.options.variant == "splitfed":
+        members = users.members(self.context.cohort_size)
+        if self.context.options.variant == "splitfed":
             return self._at_once(state, members, number)
-        order = stream(self.means.seed, "order of turns", number).permutation(len(members))
+        order = stream(self.context.seed, "order of turns", number).permutation(len(members))
         self.clients.model(state.weights)  # each turn starts from what the last one left there
         momentum, losses = state.momentum, torch.zeros(2, dtype=torch.float64)
         for images in users.read_all([members[place] for place in order]):
-            kept = momentum if self.means.options.momentum == "handover" else {}
+            kept = momentum if self.context.options.momentum == "handover" else {}
             momentum, of_user = self._train(images, number, kept)
             losses += of_user
         after = SplitState(
-            self.clients.weights(), momentum if self.means.options.momentum == "handover" else {}
+            self.clients.weights(), momentum if self.context.options.momentum == "handover" else {}
         )
         return after, _line(members, losses)
 
     def _at_once(
         self, state: SplitState, members: Sequence[Member], number: int
     ) -> tuple[SplitState, dict[str, Any]]:
-        workers, users = get_ops().distributed, self.means.users
+        workers, users = get_ops().distributed, self.context.users
         shares = users.assign(np.array([m.user for m in members], np.int64), workers.world_size)
         mine = [members[place] for place in shares[workers.global_rank]]
-        wide = self.means.accumulate
+        wide = self.context.accumulate
         sums = {name: torch.zeros_like(w, dtype=wide) for name, w in state.weights.items()}
         device = next(iter(sums.values())).device
         tally = torch.zeros(3, dtype=wide, device=device)  # images, losses, passes
@@ -183,7 +183,7 @@ class Split(Algorithm[SplitState]):
         Returns:
             The momentum afterwards; and ``[2]``, the sum of losses over images and the number of images.
         """
-        local = self.means.local_in(number)
+        local = self.context.local_in(number)
         ends = [self._optimizer(part, local.local_learning_rate, momentum) for part in self.parts]
         losses = torch.zeros(2, dtype=torch.float64)
         for _ in range(local.local_num_epochs):
@@ -193,7 +193,7 @@ class Split(Algorithm[SplitState]):
 
     def _optimizer(self, part: Part, rate: float, momentum: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         """A new optimiser for the variables of a part."""
-        optimizer: torch.optim.Optimizer = self.means.model.new_local_optimizer(learning_rate=rate)
+        optimizer: torch.optim.Optimizer = self.context.model.new_local_optimizer(learning_rate=rate)
         own = {id(p) for p in part.parameters.values()}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in own]
@@ -204,7 +204,7 @@ class Split(Algorithm[SplitState]):
 
     def _step(self, batch: Batch, ends: Sequence[torch.optim.Optimizer]) -> float:
         """Make a step of all parts: client, server and, for a third part, client. Returns the mean loss."""
-        module = self.means.model.pytorch_model
+        module = self.context.model.pytorch_model
         x, targets = module.prepare(*(tensor.to(module.mean.device) for tensor in batch))
         if len(self.parts) == 2:  # with three parts the loss is computed at the client
             targets = self.wire.send(targets, up=True)
@@ -251,13 +251,13 @@ class Split(Algorithm[SplitState]):
         """Means over all users. For each trained image: the tensors at every cut, and the label where it is
         sent. Once: the client's weights, with their momentum where it is handed over, down and up.
         """
-        users, wire = self.means.users, Wire()
+        users, wire = self.context.users, Wire()
         with users.only(np.arange(users.num_users)):
             members = users.members(users.num_users)
         passes = sum(member.num_passes for member in members) / len(members)
         largest = max(members, key=lambda member: member.num_images)
-        images, targets, _ = next(users.read(largest).iter(self.means.local.local_batch_size))
-        module = self.means.model.pytorch_model
+        images, targets, _ = next(users.read(largest).iter(self.context.local.local_batch_size))
+        module = self.context.model.pytorch_model
         with torch.no_grad():
             x, targets = module.prepare(images[:1].to(module.mean.device), targets[:1])
             if len(self.parts) == 2:

@@ -45,4 +45,4 @@ class Tilted(ByLoss):
 
     def tilts(self, losses: Tensor) -> Tensor:
         """``t F_i``."""
-        return losses * float(self.means.options.tilt)
+        return losses * float(self.context.options.tilt)

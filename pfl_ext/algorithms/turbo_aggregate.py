@@ -230,13 +230,13 @@ class TurboAggregate(SecureSum):
 
     def groups(self, users: int, number: int) -> list[list[Place]]:
         """The places of a cohort's users, by group, drawn from the run's seed and the round."""
-        order = stream(self.means.seed, "groups of users", number).permutation(users)
-        count = users // self.means.options.group_size
+        order = stream(self.context.seed, "groups of users", number).permutation(users)
+        count = users // self.context.options.group_size
         return [part.tolist() for part in np.array_split(order, count)]
 
     def lost(self, users: int, number: int) -> list[int]:
         """The users who are lost: a share of each group, or of the whole cohort."""
-        if self.means.options.lost_of == "cohort":
+        if self.context.options.lost_of == "cohort":
             return self.drawn(np.arange(users), number)
         groups = self.groups(users, number)
         return [
@@ -249,11 +249,11 @@ class TurboAggregate(SecureSum):
 
     def bytes(self, state: Any) -> Traffic:
         """The mean over users of what each receives and sends, also from and to users, if none is lost."""
-        users, element = self.means.cohort_size, BYTES * self.elements
+        users, element = self.context.cohort_size, BYTES * self.elements
         sizes = [len(group) for group in self.groups(users, 0)]
         between = 0
         for place, (own, after) in enumerate(zip(sizes, [*sizes[1:], sizes[0]])):
             between += own * after * element * (2 if place == 0 else 4)
         end = 2 * element * sizes[0]
-        down = trained_bytes(self.means.module) + KEY_BYTES + -(-between // users)
+        down = trained_bytes(self.context.module) + KEY_BYTES + -(-between // users)
         return Traffic(down, -(-(between + end) // users))

@@ -27,7 +27,7 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire
 from pfl_ext.data.federated_dataset import Batch
@@ -49,10 +49,10 @@ class Vertical(Algorithm[Weights]):
     idle: ClassVar[str] = UNREAD
     idle_in_runtime: ClassVar[str] = f"{UNREAD_IN_RUNTIME} accumulate reduce"
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients, self.wire = Clients(means), Wire()
-        backbone = means.model.pytorch_model.backbone
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients, self.wire = Clients(context), Wire()
+        backbone = context.model.pytorch_model.backbone
         assert isinstance(backbone, PartyNetworks)
         self.parties = backbone
 
@@ -92,17 +92,17 @@ class Vertical(Algorithm[Weights]):
 
     def round(self, state: Weights, number: int) -> tuple[Weights, dict[str, Any]]:
         """Train all parties on the images of the cohort."""
-        local, users = self.means.local_in(number), self.means.users
+        local, users = self.context.local_in(number), self.context.users
         self.clients.model(state)
         users.set_round(number)
-        images = users.pooled(self.means.cohort_size)
+        images = users.pooled(self.context.cohort_size)
         optimizers = [self._optimizer(place, local.local_learning_rate) for place in self.places]
         total, passes = 0.0, 0
         for _ in range(local.local_num_epochs):
             for batch in images.iter(local.local_batch_size):
                 total += self._step(batch, optimizers) * len(batch[0])
                 passes += len(batch[0])
-        line: dict[str, Any] = {"users": len(users.members(self.means.cohort_size)), "images": len(images)}
+        line: dict[str, Any] = {"users": len(users.members(self.context.cohort_size)), "images": len(images)}
         if passes:
             line["train_loss"] = round(total / passes, 6)
         return self.clients.weights(), line
@@ -114,7 +114,7 @@ class Vertical(Algorithm[Weights]):
 
     def _optimizer(self, place: int, rate: float) -> torch.optim.Optimizer:
         """A new optimiser for the network of a party."""
-        optimizer: torch.optim.Optimizer = self.means.model.new_local_optimizer(learning_rate=rate)
+        optimizer: torch.optim.Optimizer = self.context.model.new_local_optimizer(learning_rate=rate)
         own = {id(p) for p in self.parties.networks[place].parameters()}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in own]
@@ -122,7 +122,7 @@ class Vertical(Algorithm[Weights]):
 
     def _step(self, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> float:
         """Make a step of every party on a batch; returns the batch's mean loss, which the guest computes."""
-        module = self.means.model.pytorch_model
+        module = self.context.model.pytorch_model
         x, targets = module.prepare(*(tensor.to(module.mean.device) for tensor in batch))
         outputs = [network(part) for network, part in zip(self.parties.networks, self.parties.parts(x))]
         arrived = [outputs[0].detach(), *(self.wire.send(output, up=True) for output in outputs[1:])]
@@ -152,11 +152,11 @@ class Vertical(Algorithm[Weights]):
 
     def bytes(self, state: Weights) -> Traffic:
         """A host's traffic of a round, averaged over users: K numbers up and down for each image and pass."""
-        users = self.means.users
+        users = self.context.users
         with users.only(np.arange(users.num_users)):
             members = users.members(users.num_users)
-        passes = self.means.cohort_size * sum(m.num_passes for m in members) / len(members)
-        module = self.means.model.pytorch_model
+        passes = self.context.cohort_size * sum(m.num_passes for m in members) / len(members)
+        module = self.context.model.pytorch_model
         with torch.no_grad():
             blank = torch.zeros(1, *module.input_shape, device=module.mean.device)
             size = round(passes * module.backbone(blank).numel() * FLOAT)

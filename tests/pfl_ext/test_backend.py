@@ -22,7 +22,7 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.algorithm import Means
+from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.optimizers import OptimizerConfig
 from pfl_ext.backend import CentrallyEvaluatedBackend
@@ -323,7 +323,7 @@ def test_an_algorithm_that_wants_a_weighting_alone_gets_nothing_else(
 
 def clients(store: NumberedStore) -> Clients:
     module = Linear()
-    means: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         model=PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)),
         users=FederatedImageDataset(store, WHOLE, seed=1),
         local=NNTrainHyperParams(
@@ -337,9 +337,9 @@ def clients(store: NumberedStore) -> Clients:
         accumulate=torch.float32,
         config_hash="",
     )
-    means.backend = partial(Means.backend, means)
-    means.local_in = partial(Means.local_in, means)
-    return Clients(means)
+    context.backend = partial(RunContext.backend, context)
+    context.local_in = partial(RunContext.local_in, context)
+    return Clients(context)
 
 
 def test_the_mean_is_of_the_users_that_are_named_and_weighs_them_by_their_images() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
-from benchmarks.core.federated import means, setup, training_data
+from benchmarks.core.federated import run_context, setup, training_data
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.distillation import divergence, pooled
 from pfl_ext.algorithms.fedgkt import FedGKT, FedGKTOptions, GKTState
@@ -60,7 +60,7 @@ def algorithm(run: AnyRun, flat: bool = True, store: Any = None) -> FedGKT:
     data = training_data(run, store or Users(), SingleLabel())
     chosen = setup(run.config, module(flat), data)
     FedGKT.check(chosen)
-    return FedGKT(means(run, chosen, lambda _: None))
+    return FedGKT(run_context(run, chosen, lambda _: None))
 
 
 def softmax(logits: Any) -> Any:
@@ -134,7 +134,7 @@ class Direct:
         return dict(zip(w, torch.autograd.grad(loss, list(w.values()))))
 
     def round(self, number: int) -> None:
-        local, data = self.run.config.local, self.gkt.means.users
+        local, data = self.run.config.local, self.gkt.context.users
         data.set_round(number)
         sent = []
         for k, user in enumerate(self.gkt.users.tolist()):
@@ -157,7 +157,7 @@ class Direct:
             pixels, labels = (torch.from_numpy(part) for part in images.raw_data)
             h = self.features(self.inputs(pixels), w).detach()
             sent += list(zip(pixels, h, self.client(h, w).detach(), labels.double()))
-        for epoch in range(self.gkt.means.options.server_epochs):
+        for epoch in range(self.gkt.context.options.server_epochs):
             for rows in self.gkt._batches(number, epoch):
                 _, *columns = zip(*[sent[row] for row in rows])
                 self.adam(*map(torch.stack, columns))
@@ -240,7 +240,7 @@ def test_clients_share_no_weight_and_the_first_round_has_no_teacher() -> None:
 
 
 def test_a_users_batches_say_which_images_they_are() -> None:
-    data = algorithm(run_of(TREE)).means.users
+    data = algorithm(run_of(TREE)).context.users
     orders = []
     for number in range(2):
         data.set_round(number)
@@ -278,7 +278,7 @@ def test_only_the_clients_images_are_read_and_all_that_crosses_is_counted() -> N
 
     with mock.patch.object(store, "read", read):
         state, line = gkt.round(gkt.init(0), 0)
-    own = [row for user in gkt.users for row in gkt.means.users.partition.rows_of(user)]
+    own = [row for user in gkt.users for row in gkt.context.users.partition.rows_of(user)]
     assert sorted(set(rows)) == sorted(own)
     assert len(own) < sum(SIZES)
     assert gkt.bytes(state) == (round(gkt.wire.down / 4), round(gkt.wire.up / 4))

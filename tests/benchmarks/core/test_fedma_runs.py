@@ -68,10 +68,10 @@ def test_users_train_the_layers_from_one_on(
 
     def compared(self: FedMA, users: list[Weights], place: int, number: int) -> Any:
         found, line = real(self, users, place, number)
-        data, local = self.means.users, self.means.local_in(number)
+        data, local = self.context.users, self.context.local_in(number)
         data.set_round(number)
         for user, own, trained in zip(self.users, users, found):
-            module = copy.deepcopy(self.means.module)
+            module = copy.deepcopy(self.context.module)
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
                     parameter.copy_(own[name])
@@ -115,9 +115,9 @@ def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
             return found
         counts = []
         for user in self.users:
-            rows = self.means.users.partition.rows_of(int(user))
-            counts.append((np.asarray(self.means.users._store.targets(rows)) > 0).sum(0))
-        images = [len(self.means.users.partition.rows_of(int(user))) for user in self.users]
+            rows = self.context.users.partition.rows_of(int(user))
+            counts.append((np.asarray(self.context.users._store.targets(rows)) > 0).sum(0))
+        images = [len(self.context.users.partition.rows_of(int(user))) for user in self.users]
         for name in layer.variables:
             for k in range(layer.neurons):
                 weights = [int(c[k]) for c in counts]

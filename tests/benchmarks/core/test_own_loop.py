@@ -29,7 +29,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, Means, register
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
 from tests.benchmarks.conftest import Train, killed_at
@@ -53,9 +53,9 @@ class Gossip(Algorithm[list[Weights]]):
 
     options = GossipOptions
 
-    def __init__(self, means: Means) -> None:
-        super().__init__(means)
-        self.clients, self.mixing = Clients(means), means.options.mixing
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.clients, self.mixing = Clients(context), context.options.mixing
 
     def init(self, seed: int) -> list[Weights]:
         return [self.clients.weights(), self.clients.weights()]

@@ -126,7 +126,7 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
     assert found["seen"]["personal"]["pooled"]["loss"] != found["seen"]["server"]["pooled"]["loss"]
     algorithm.seen[:] = True
     assert list(algorithm.scores(1)) == ["seen"]
-    assert (quadratics.vector(algorithm.means.module) == x).all(), "the server's model is back"
+    assert (quadratics.vector(algorithm.context.module) == x).all(), "the server's model is back"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
-from benchmarks.core.federated import means, setup, train_federated, training_data
+from benchmarks.core.federated import run_context, setup, train_federated, training_data
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
@@ -75,7 +75,7 @@ def trajectory(run: AnyRun, directory: Path) -> Any:
 
 def algorithm(run: AnyRun) -> Split:
     data = training_data(run, Users(), SquaredError())
-    return Split(means(run, setup(run.config, module(), data), lambda _: None))
+    return Split(run_context(run, setup(run.config, module(), data), lambda _: None))
 
 
 def in_one_place(run: AnyRun, restart: bool) -> Any:
@@ -157,7 +157,7 @@ def test_activations_labels_and_gradients_cross_and_nothing_else() -> None:
         map(id, split.parts[1].parameters.values())
     )
     handed = 4 * (8 * 12 + 8)
-    users = split.means.users.num_users
+    users = split.context.users.num_users
     down, up = split.bytes(after)
     assert (down, up) == (round(split.wire.down / users) + handed, round(split.wire.up / users) + handed)
     assert up - down == round(2 * 26 * CLASSES / users), "the labels, one byte each, of two epochs"
@@ -168,7 +168,7 @@ def test_no_label_leaves_a_client_that_has_the_head() -> None:
     for batch in (sent[i : i + 4] for i in range(0, len(sent), 4)):
         assert [up for _, up in batch] == [True, False, True, False]
         assert [tensor.shape[1] for tensor, _ in batch] == [8, 6, 6, 8]
-    handed, users = 4 * (8 * 12 + 8 + CLASSES * 7), split.means.users.num_users
+    handed, users = 4 * (8 * 12 + 8 + CLASSES * 7), split.context.users.num_users
     assert split.bytes(after) == (
         round(split.wire.down / users) + handed,
         round(split.wire.up / users) + handed,

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.experiment import build_model
-from benchmarks.core.federated import means, setup, train_federated, training_data
+from benchmarks.core.federated import run_context, setup, train_federated, training_data
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import parse
 from pfl_ext import checkpoint
@@ -100,7 +100,7 @@ def algorithm(tree: Tree, parties: int = 4) -> Vertical:
     data = training_data(run, Users(), SquaredError())
     chosen = setup(run.config, module(parties), data)
     Vertical.check(chosen)
-    return Vertical(means(run, chosen, lambda _: None))
+    return Vertical(run_context(run, chosen, lambda _: None))
 
 
 def test_hosts_send_outputs_and_get_the_gradient_of_their_sum() -> None:
@@ -147,7 +147,7 @@ def test_each_party_has_its_part_of_an_image() -> None:
 
 
 def test_the_same_images_in_an_order_of_their_own_in_every_round() -> None:
-    data = algorithm({}).means.users
+    data = algorithm({}).context.users
     orders = []
     for number in (0, 1, 0):
         data.set_round(number)

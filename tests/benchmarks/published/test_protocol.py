@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.experiment import build_model
-from benchmarks.core.federated import means, setup, training_data
+from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.published.rows import read_row
 from benchmarks.visual_classification.config import VISION, Config
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -63,7 +63,7 @@ def trained(run: Run[Config]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]
     users = training_data(run, Store(), task)
     start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
     algorithm = run.config.federated.chosen.start(
-        means(run, setup(run.config, module, users), lambda model: None)
+        run_context(run, setup(run.config, module, users), lambda model: None)
     )
     state, after = algorithm.init(run.config.seed), []
     for number in range(ROUNDS):

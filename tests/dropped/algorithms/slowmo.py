@@ -34,7 +34,7 @@ class SlowMo(Algorithm[tuple[Weights, Weights]]):
 
     def init(self, seed: int) -> tuple[Weights, Weights]:
         """The run's model, at rest."""
-        self.clients = Clients(self.means)
+        self.clients = Clients(self.context)
         weights = self.clients.weights()
         return weights, {name: 0 * w for name, w in weights.items()}
 
@@ -44,7 +44,7 @@ class SlowMo(Algorithm[tuple[Weights, Weights]]):
         """``u <- beta u + mean update``, ``x <- x + u``."""
         x, u = state
         update, line = self.clients.mean_update(x, self.clients.cohort(number), number)
-        u = {name: self.means.options.beta * u[name] + update[name] for name in u}
+        u = {name: self.context.options.beta * u[name] + update[name] for name in u}
         return ({name: x[name] + u[name] for name in x}, u), line
 
     def model(self, state: tuple[Weights, Weights]) -> PyTorchModel:

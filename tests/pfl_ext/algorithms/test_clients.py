@@ -19,7 +19,7 @@ from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Means
+from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
@@ -37,7 +37,7 @@ def clients(fast: bool) -> Clients:
     """The clients of users with `SIZES` images, with the engine if ``fast``."""
     module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, task=TASKS[0])
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    means: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         model=PyTorchModel(module, torch.optim.SGD, optimizer),
         users=FederatedImageDataset(NoisyStore(SIZES), SAMPLING, seed=3),
         local=NNTrainHyperParams(local_num_epochs=2, local_learning_rate=0.2, local_batch_size=4),
@@ -49,8 +49,11 @@ def clients(fast: bool) -> Clients:
         accumulate=torch.float32,
         config_hash="",
     )
-    means.backend, means.local_in = partial(Means.backend, means), partial(Means.local_in, means)
-    return Clients(means)
+    context.backend, context.local_in = (
+        partial(RunContext.backend, context),
+        partial(RunContext.local_in, context),
+    )
+    return Clients(context)
 
 
 def starts(ours: Clients, number: int) -> list[Weights]:

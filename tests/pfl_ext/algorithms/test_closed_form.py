@@ -21,7 +21,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
 from dataset.arrays import ByteArray, FloatArray, IntArray
-from pfl_ext.algorithms.algorithm import Means
+from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.closed_form import NOISE, ClosedForm, HeadOptions, RidgeOptions, Sums, solved
 from pfl_ext.algorithms.fed3r import Fed3R, largest_of_noise
 from pfl_ext.algorithms.fedcof import FedCOF, FedCOFOptions
@@ -89,7 +89,7 @@ def algorithm(
     module = network(task, random)
     sampling = local_sampling(1, 7, None, straddle=False, input_size=SIDE)
     made = kind(
-        Means(
+        RunContext(
             options=options,
             num_rounds=-(-len(store.user_ids) // cohort_size),
             cohort_size=cohort_size,
@@ -108,17 +108,17 @@ def algorithm(
             config_hash="",
         )
     )
-    kind.check(made.means)
+    kind.check(made.context)
     return made
 
 
 def asked(made: ClosedForm) -> tuple[Matrix, Matrix, ClosedForm]:
     """Weights and bias after the last round, in float64."""
     state, seen = made.init(0), 0
-    for number in range(made.means.num_rounds):
+    for number in range(made.context.num_rounds):
         state, line = made.round(state, number)
         seen += line["users"]
-    assert seen == made.means.users.num_users, "each user once"
+    assert seen == made.context.users.num_users, "each user once"
     weight, bias = made.head(state)
     made.model(state)
     model = made.layer
@@ -184,7 +184,7 @@ def test_fed3r_on_random_features_is_the_ridge_regression_in_their_space(
     expected = np.linalg.solve(z.T @ z + 0.1 * np.eye(number + 1), z.T @ labels)
     near(np.concatenate([weight.T, bias[None]]), expected)
     unit = store.features / np.linalg.norm(store.features.astype(np.float64), axis=1, keepdims=True)
-    (random,) = [m for m in made.means.module.modules() if isinstance(m, RandomFeatures)]
+    (random,) = [m for m in made.context.module.modules() if isinstance(m, RandomFeatures)]
     angles = unit @ random.frequencies.double().numpy().T + random.phases.double().numpy()
     exact = math.sqrt(2 / number) * np.cos(angles)
     gap = np.linalg.norm(mapped.T @ mapped - exact.T @ exact)
@@ -280,9 +280,9 @@ def test_of_singular_equations_it_is_the_shortest_solution() -> None:
 def refused(kind: type[ClosedForm], module: ImageClassifier, **changes: Any) -> str:
     store = Features([20, 40], ALL)
     made = algorithm(kind, store, kind.options(), 2, SingleLabel())
-    values = {**vars(made.means), "module": module, **changes}
+    values = {**vars(made.context), "module": module, **changes}
     with pytest.raises(ValueError, match=kind.__name__) as fault:
-        kind.check(Means(**values))
+        kind.check(RunContext(**values))
     return str(fault.value)
 
 

@@ -16,7 +16,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.algorithm import Means
+from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.fednas import FedNAS, FedNASOptions, LocalSearch, halves, paired
 from pfl_ext.backend import training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -75,17 +75,17 @@ def search(sizes: Sequence[int], store: type[NumberedStore] = Noise, **more: Any
         "accumulate": torch.float64,
         "config_hash": "",
     }
-    return FedNAS(Means(**{**values, **more}))
+    return FedNAS(RunContext(**{**values, **more}))
 
 
 def plain_search(made: FedNAS, user: int) -> dict[str, Tensor]:
     """One process on all of a user's images: Adam, clipping and SGD with momentum written out."""
-    module = made.means.module
+    module = made.context.module
     named = dict(module.named_parameters())
     alphas = {name: p for name, p in named.items() if "alpha" in name}
     weights = {name: p for name, p in named.items() if name not in alphas}
-    made.means.users.set_round(0)
-    first, second = halves(made.means.users.user_dataset(user), made.means.seed)
+    made.context.users.set_round(0)
+    first, second = halves(made.context.users.user_dataset(user), made.context.seed)
     kept = {name: p.detach().clone() for name, p in named.items()}
     m: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in alphas.items()}
     v, t = dict(m), 0
@@ -143,10 +143,10 @@ def test_alpha_is_averaged_by_images_as_the_weights_are() -> None:
     each = []
     for user in (0, 1):
         model = made.model(start)
-        made.means.users.set_round(0)
-        images = made.means.users.user_dataset(user)
-        context = training_context(0, 1, made.means.local)
-        update, _ = LocalSearch(made.means).simulate_one_user(model, images, context)
+        made.context.users.set_round(0)
+        images = made.context.users.user_dataset(user)
+        context = training_context(0, 1, made.context.local)
+        update, _ = LocalSearch(made.context).simulate_one_user(model, images, context)
         each.append(update)
         for name, p in model.variable_map.items():
             assert torch.equal(p, start[name]), "the server's model is left as it was"
@@ -158,7 +158,7 @@ def test_alpha_is_averaged_by_images_as_the_weights_are() -> None:
 
 
 def test_the_halves_are_apart_the_same_in_each_round_and_drawn_again_for_others() -> None:
-    users = search([7], NumberedStore).means.users
+    users = search([7], NumberedStore).context.users
     seen = []
     for number, seed in ((0, 4), (1, 4), (0, 5)):
         users.set_round(number)
@@ -190,15 +190,15 @@ def test_a_user_with_one_image_moves_the_weights_alone_and_one_without_moves_not
 
 def test_what_it_cannot_search_is_refused() -> None:
     made = search([3])
-    FedNAS.check(made.means)
-    made.means.module.backbone.stem.requires_grad_(False)
+    FedNAS.check(made.context)
+    made.context.module.backbone.stem.requires_grad_(False)
     with pytest.raises(ValueError, match=r"set model\.trained to all"):
-        FedNAS.check(made.means)
+        FedNAS.check(made.context)
     backbone = build_backbone(ModelConfig(arch="lenet", input_size=32), 5, torch.Generator())
     other = ImageClassifier(backbone, task=SingleLabel(), input_size=32)
     with pytest.raises(ValueError, match=r"set model\.arch to darts_search"):
-        FedNAS.check(search([3], module=other).means)
+        FedNAS.check(search([3], module=other).context)
     capped = local_sampling(1, 2, 3, straddle=False, input_size=SIDE)
     users = FederatedImageDataset(Noise([2, 4]), capped, seed=0)
     with pytest.raises(ValueError, match=r"set local\.max_images to none"):
-        FedNAS.check(search([3], users=users).means)
+        FedNAS.check(search([3], users=users).context)
