@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from benchmarks.compare.groups import Group
+from benchmarks.core.privacy_statement import rounded_up, shown
 from benchmarks.reporting.runs import epsilon_of, local_epsilon_of
 
 
 def privacy_of(group: Group) -> list[str] | None:
     """Kind, epsilon, delta, noise multiplier and clipping bound, of the seed with the largest epsilon.
 
-    None without privacy.
+    None without privacy. Where the noise of a run can be subtracted, the kind says so.
     """
     config = group.runs[0].config
     section = config.privacy or config.local_privacy
@@ -19,15 +20,18 @@ def privacy_of(group: Group) -> list[str] | None:
     bound = f"{section.clipping_bound:g}"
     bound += ", adapted" if getattr(section, "mechanism", "") == "adaptive" else ""
     known = [run.privacy for run in group.finished if run.privacy is not None]
+    if any(found.get("seeded_for_research_only") for found in known):
+        kind += ", noise from the seed: no protection"
     if not known:
         return [kind, f"{section.epsilon:g} asked for, not finished", "–", "–", bound]
     if config.local_privacy is not None:
         one, delta, most, spent = max(map(local_epsilon_of, known), key=lambda found: found[3])
-        epsilon = f"{one:.3g} for one update; {spent:.3g} for who took part most, in {most} rounds"
+        epsilon = f"{shown(one)} for one update; {shown(spent)} for who took part most, in {most} rounds"
         noise = known[0].get("noise_multiplier")
     else:
         total, delta, simulated, executed = max(map(epsilon_of, known))
-        epsilon = f"{total:.3g}" + (f" simulated, {executed:.3g} as executed" if simulated else "")
+        epsilon = shown(total) + (f" simulated, {shown(executed)} as executed" if simulated else "")
         system = known[0].get("simulated_system") or known[0]["as_executed"]
         noise = system.get("noise_multiplier")
-    return [kind, epsilon, f"{delta:.3g}", f"{noise:.4g}" if isinstance(noise, (int, float)) else "–", bound]
+    multiplier = f"{noise:.4g}" if isinstance(noise, (int, float)) else "–"
+    return [kind, epsilon, rounded_up(delta), multiplier, bound]

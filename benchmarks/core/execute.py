@@ -30,6 +30,7 @@ from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.memory import keep_freed_memory
 from benchmarks.core.network import network_words
+from benchmarks.core.private_data import check_private_data
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
 from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.secret import statement_path
@@ -181,6 +182,8 @@ def _refused_or_built(experiment: Experiment[Any]) -> ImageClassifier:
         scores = ", ".join(dict.fromkeys(("loss", *experiment.scores, "last")))
         raise ValueError(f"evaluation.best_by is {by}, which is not scored: choose one of {scores}")
     experiment.check()
+    if experiment.config.is_private:
+        check_private_data(experiment)
     module = experiment.module()
     if experiment.config.mode == "federated":
         check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
@@ -238,8 +241,7 @@ def _final_scores(
         model.pytorch_model.load_state_dict(recorder.best.weights)
         metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
     users: Tree = {}
-    config = recorder.run.config
-    private = config.privacy is not None or config.local_privacy is not None
+    private = recorder.run.config.is_private
     if experiment.scores_users and not private and "clients" not in recorder.findings:
         users = scores_of_users(experiment, model, inputs)
     model._model = whole  # pfl has no way to set it

@@ -129,7 +129,7 @@ def setup(
         num_rounds=federated.num_rounds,
         cohort_size=federated.cohort_size,
         by_images=federated.weighting == "images",
-        private=config.privacy is not None or config.local_privacy is not None,
+        private=config.is_private,
         module=module,
         users=users,
         has_head_rate=config.local.head_rate_factor != 1,

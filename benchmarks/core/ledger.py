@@ -174,7 +174,10 @@ class CentralLedger(Ledger):
         federated = config.federated
         self.calibration = calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
         threads = os.cpu_count() or 1
-        self.mechanism = private_mean(self.calibration, noise_seed=secret.noise_seed, threads=threads)
+        lost = 0.0 if config.devices is None else config.devices.drop_out
+        self.mechanism = private_mean(
+            self.calibration, reporting=1 - lost, noise_seed=secret.noise_seed, threads=threads
+        )
         self.announce()
 
     def _summary(self) -> str:
@@ -201,7 +204,8 @@ class CentralLedger(Ledger):
 
     def _warning(self) -> str | None:
         system = self.calibration.simulated
-        return weak_delta(system.delta, system.population, self.unit.noun)
+        origin = f" (N^-1.1 of {system.population:,} {self.unit.noun}s, unless privacy.delta is given)"
+        return weak_delta(system.delta, "privacy.delta", origin)
 
     def _five_runs(self) -> str:
         system = self.calibration.simulated
@@ -271,8 +275,13 @@ class LocalLedger(Ledger):
             f"unit is one update of {self.unit}"
         )
 
+    def _warning(self) -> str | None:
+        gaussian = self.config.mechanism == "gaussian"
+        return weak_delta(self.config.delta, "local_privacy.delta") if gaussian else None
+
     def _content(self, rounds: int) -> Tree:
         counted = accounted_rounds(rounds, self._federated.num_rounds)
+        warning = self._warning()
         done, end = self._most(counted), self._most_at_end
         noun = self.unit.noun
         return {
@@ -296,6 +305,7 @@ class LocalLedger(Ledger):
             "is_simulation": False,
             "epsilon_spent": finite(self._epsilon(done)),
             "epsilon_at_end": finite(self._epsilon(end)),
+            **({"warning": warning} if warning else {}),
             "not_covered": not_covered(self._run_config, self.unit, self.secret.is_public),
         }
 

@@ -27,6 +27,13 @@ SUBTRACTABLE = (
 """What is claimed of a run whose noise comes from its public seed."""
 
 
+NO_PROTECTION = (
+    "This run protects nobody: its noise was drawn from the run's seed, so whoever has the configuration can "
+    "subtract it. The following describes the algorithm with secret noise."
+)
+"""The first sentences of the paragraph on such a run."""
+
+
 @dataclass(frozen=True)
 class ProtectedUnit:
     """The owner whose images, all together, the guarantee hides.
@@ -56,6 +63,11 @@ USERS = ProtectedUnit()
 def rounded_up(value: float) -> str:
     """Three digits of an upper bound, never below it."""
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(repr(float(value)))):g}"
+
+
+def shown(epsilon: float) -> str:
+    """An epsilon in a table."""
+    return "infinite" if epsilon == float("inf") else rounded_up(epsilon)
 
 
 def describe_epsilon(value: float | str | None) -> str:
@@ -142,16 +154,10 @@ def _releases(calibration: Calibration, noun: str) -> list[str]:
     ]
 
 
-def _origin(public: bool) -> str:
-    if public:
-        return (
-            "The noise was drawn from the run's seed, so whoever has the configuration can subtract it: the "
-            "figures describe the algorithm, not a protection of this run."
-        )
-    return (
-        "The noise was drawn by Philox from a secret of 128 bits of the operating system's entropy, which "
-        "the run deletes after its last file is written."
-    )
+SECRET_NOISE = (
+    "The noise was drawn by Philox from a secret of 128 bits of the operating system's entropy, which the "
+    "run deletes after its last file is written."
+)
 
 
 def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: bool, sent: str = UPDATE) -> str:
@@ -166,7 +172,7 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
     )
     epsilon = describe_epsilon(calibration.epsilon_executed)
     delta = f"delta = {rounded_up(real.delta)}"
-    sentences = []
+    sentences = [NO_PROTECTION] if public else []
     if not calibration.is_simulation:
         sentences.append(
             f"Training was differentially private with {epsilon} at {delta}, for "
@@ -191,7 +197,7 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
         if sent == UPDATE
         else "The model was computed from the noisy sum.",
         f"Privacy loss was computed by {accounting}.",
-        _origin(public),
+        *([] if public else [SECRET_NOISE]),
         "The guarantee is for the model after every round; other figures of the run are not covered by it.",
     ]
     return " ".join(sentences)
@@ -214,6 +220,7 @@ def local_paragraph(
     once = f"epsilon = {config.epsilon:g}" + ("" if laplace else f" and delta = {rounded_up(config.delta)}")
     return " ".join(
         [
+            *([NO_PROTECTION] if public else []),
             f"Every {noun}'s {sent} was made differentially private before it left the device, with {once} "
             f"for one of them: any two that a {noun} might send are neighbours.",
             f"They were clipped to an {'L1' if laplace else 'L2'} norm of {config.clipping_bound:g} and "
@@ -223,7 +230,7 @@ def local_paragraph(
             f"distributions of dp-accounting {version('dp-accounting')}).",
             "Devices were simulated: the noise of a round was drawn once, from the distribution of the sum "
             "of the devices' noises.",
-            _origin(public),
+            *([] if public else [SECRET_NOISE]),
         ]
     )
 
@@ -251,6 +258,7 @@ def not_covered(
         "val and test: their own images are not protected, and their scores are exact",
         "the choice of the best round, which looks at val",
         f"the number of {noun}s, from which delta and the sampling probability follow: it counts as known",
+        "the classes and their number: they count as known",
         "checkpoint/, file times, the screen, and a sweep's logs/ and study.journal, which show times and "
         "the data set: they are not meant to be given away; a tracker notes when it got a line",
         "other runs on the same data, with other seeds or of a sweep: each spends a budget of its own"
@@ -269,11 +277,11 @@ def not_covered(
     return out
 
 
-def weak_delta(delta: float, population: int, noun: str) -> str | None:
-    """A warning of a delta above `WEAK_DELTA`; None below."""
+def weak_delta(delta: float, key: str, origin: str = "") -> str | None:
+    """A warning of a delta above `WEAK_DELTA`, which ``key`` sets; None below. ``origin``: its source."""
     if delta <= WEAK_DELTA:
         return None
     return (
-        f"delta is {delta:.2g}, which is large: with that probability the guarantee may fail as a whole "
-        f"(N^-1.1 of {population:,} {noun}s, unless privacy.delta is given); set privacy.delta to 1e-05 or so"
+        f"delta is {rounded_up(delta)}, which is large: with that probability the guarantee may fail as a "
+        f"whole{origin}; set {key} to 1e-05 or so"
     )

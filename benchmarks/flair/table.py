@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.core.config.trees import Tree
+from benchmarks.core.privacy_statement import rounded_up, shown
 from benchmarks.flair import paper
 from benchmarks.flair.paper import LOCAL, Variant, reasons_against, variant
 from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of
@@ -149,26 +150,25 @@ class Row:
 
     def privacy(self) -> str:
         """Epsilon, delta, and what they are of; empty for runs without privacy."""
-        if self.local:
-            return self._local_privacy()
-        spent = [epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
-        if not spent:
+        known = [run.privacy for run in self.runs if run.privacy is not None]
+        if not known:
             return ""
+        seeded = any(found.get("seeded_for_research_only") for found in known)
+        mark = "NO PROTECTION, noise from the seed; " if seeded else ""
+        if self.local:
+            return mark + self._local_privacy()
+        spent = list(map(epsilon_of, known))
         epsilon, delta, simulated, executed = max(spent)
-        text = f"epsilon {_number(epsilon)} at delta {delta:.2g}"
-        return text + (f", SIMULATED; as run {_number(executed)}" if simulated else "")
+        text = f"{mark}epsilon {shown(epsilon)} at delta {rounded_up(delta)}"
+        return text + (f", SIMULATED; as run {shown(executed)}" if simulated else "")
 
     def _local_privacy(self) -> str:
         epsilons = [local_epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
         epsilon, delta, rounds, spent = max(epsilons, key=lambda found: found[3])
         return (
-            f"LOCAL: epsilon {_number(epsilon)} of one update; who took part most, in {rounds} rounds, "
-            f"spent {_number(spent)} at delta {delta:.2g}"
+            f"LOCAL: epsilon {shown(epsilon)} of one update; who took part most, in {rounds} rounds, "
+            f"spent {shown(spent)} at delta {rounded_up(delta)}"
         )
-
-
-def _number(epsilon: float) -> str:
-    return "infinite" if math.isinf(epsilon) else f"{epsilon:.3g}"
 
 
 def classes_without_positives(results: Tree) -> str:

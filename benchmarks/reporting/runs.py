@@ -212,7 +212,7 @@ def read_run(
     try:
         results = dict(json.loads((directory / "results.json").read_text()))
         privacy = None
-        if config.privacy is not None or config.local_privacy is not None:
+        if config.is_private:
             privacy = dict(json.loads((directory / "privacy.json").read_text()))
             (epsilon_of if config.local_privacy is None else local_epsilon_of)(privacy)
         fault_found = _fault(directory, config, tree_digest(tree), results, scores or {})

@@ -17,6 +17,7 @@ from dataset.fetch import source
 from dataset.fetch.source import Image, Records, Source, digest_of
 from dataset.store.annotations import Kind
 from dataset.store.columns import ID_COLUMNS, schema
+from dataset.store.index import FOUND_CLASSES
 
 _CHUNK = 1 << 14
 
@@ -167,7 +168,13 @@ def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> Conv
         schema=table.schema,
         num_images=len(table),
         image_bytes=found.image_bytes,
-        provenance={**provenance, **how.provenance(), "records_sha256": digest, **found.notes},
+        provenance={
+            **provenance,
+            **how.provenance(),
+            FOUND_CLASSES: [name for name, names in found.names.items() if names.given is None],
+            "records_sha256": digest,
+            **found.notes,
+        },
     )
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataset.arrays import IntArray
-from dataset.store.index import SPLITS
+from dataset.store.index import SPLITS, in_another_split
 
 OTHERS = ("val", "test")
 
@@ -104,7 +104,7 @@ def _names_of(names: list[str], owner: npt.NDArray[np.int32], number: npt.NDArra
     if held.sum(axis=0).max() <= 1:
         return pa.array(names * len(SPLITS))
     first = {names[user] for user in np.flatnonzero(held[0]).tolist()}
-    renamed = [[f"{split}-{name}" for name in names] for split in OTHERS]
+    renamed = [[in_another_split(name, split) for name in names] for split in OTHERS]
     for split, found in enumerate(renamed, start=1):
         for user in np.flatnonzero(held[split]).tolist():
             if found[user] in first:

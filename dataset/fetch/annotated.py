@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from dataset.partitions.assignments import NOBODY, csv_rows, deal
 from dataset.store.columns import FLAGGED_BOXES, schema
-from dataset.store.index import NAME, SPLITS, DatasetIndex, SplitIndex
+from dataset.store.index import NAME, SPLITS, DatasetIndex, SplitIndex, in_another_split
 
 USERS_CSV = "users.csv"
 MAX_USERS_BYTES = 1 << 28
@@ -84,7 +84,7 @@ class Annotated:
             if user is None:
                 user = "no-author" if split in known else f"all-{split}"
             if split != "train" and split in known:
-                user = f"{split}-{user}"
+                user = in_another_split(user, split)
             rows.append({**record, "user_id": user})
         kind = FLAGGED_BOXES if self.form == "boxes" else self.form
         return pa.Table.from_pylist(rows, schema({COLUMNS[self.form]: kind}))

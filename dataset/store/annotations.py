@@ -71,7 +71,7 @@ class LabelMatrix:
     def only(self, label: int) -> LabelMatrix:
         """The column of one label, ``[N, 1]``."""
         images = np.repeat(np.arange(len(self)), np.diff(self.indptr))[self.indices == label]
-        return self.from_pairs(images, np.zeros_like(images), len(self), 1)
+        return LabelMatrix.from_pairs(images, np.zeros_like(images), len(self), 1)
 
     def dense(self, rows: IntArray) -> ByteArray:
         """The multi-hot rows asked for, ``[len(rows), K]`` uint8."""

@@ -19,6 +19,25 @@ from dataset.store.annotations import Annotation, Boxes, LabelMatrix, Masks, che
 SPLITS = ("train", "val", "test")
 """The names of the splits. Users are disjoint between them."""
 
+FOUND_CLASSES = "found_classes"
+"""Key of a file's provenance: the annotations whose classes are those that its images happen to have."""
+
+
+def in_another_split(user: str, split: str) -> str:
+    """The name in val or test of a user who may have images in train, too: users are disjoint by name."""
+    return f"{split}-{user}"
+
+
+def owner(user: str, trained: Collection[str]) -> str:
+    """The user among ``trained`` who has this name in val or test (`in_another_split`); else ``user``."""
+    if user not in trained:
+        for split in SPLITS[1:]:
+            name = user.removeprefix(f"{split}-")
+            if name in trained:
+                return name
+    return user
+
+
 TAXONOMIES = ("labels", "fine_grained_labels")
 """The label sets of a file of version 1 or 2, and of the predecessors' files."""
 

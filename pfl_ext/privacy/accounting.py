@@ -97,7 +97,7 @@ class PrivacyConfig:
     """Share of updates that should stay unclipped (adaptive); Andrew et al. recommend a half."""
     clip_step: PositiveFloat = 0.2
     """Step size of the bound's logarithm (adaptive); 0.2 is Andrew et al.'s."""
-    indicator_std_fraction: PositiveFloat = 0.05
+    indicator_std_fraction: Annotated[float, Field(gt=0, le=LARGEST_MULTIPLIER)] = 0.05
     """Standard deviation of the noise on the share of unclipped users, which uses budget (adaptive)."""
     accountant: Accountant = "pld"
     """Arithmetic of epsilon: privacy loss distributions, or Renyi differential privacy."""

@@ -274,23 +274,40 @@ class AdaptivePrivateMean(PrivateMean):
     """`PrivateMean` whose bound follows a quantile of the norms (Andrew et al. 2021, arXiv 1905.03871).
 
     ``C <- C exp(-step (b - quantile))``, where b is the noisy fraction of unclipped updates. Users vote plus
-    or minus 1/2, and ``b = 1/2 + (votes + N(0, (sigma_b C_sm / C_lg)^2)) / C_sm`` with C_sm the expected
-    cohort. An absent user moves b towards 1/2, which keeps the sensitivity at 1/2. A refused update votes
-    "clipped". With per-layer clipping "unclipped" means unclipped in every layer.
+    or minus 1/2, and ``b = 1/2 + (votes + N(0, (sigma_b C_sm / C_lg)^2)) / (r C_sm)`` with C_sm the expected
+    cohort and r the share of it that is expected to report. An absent user moves b towards 1/2, which keeps
+    the sensitivity at 1/2. A refused update votes "clipped". With per-layer clipping "unclipped" means
+    unclipped in every layer.
+
+    Args:
+        calibration: see `PrivateMean`.
+        reporting: r, known beforehand: 1 less the probability that a user is lost.
+        options: of `PrivateMean`.
     """
+
+    def __init__(self, calibration: Calibration, *, reporting: float = 1.0, **options: Any) -> None:
+        super().__init__(calibration, **options)
+        self._reporting = reporting
 
     def _adapt(self, context: CentralContext, votes: float) -> Metrics:
         config, cohort = self.calibration.config, self.calibration.executed.cohort_size
         noises = stream(self._seed(context), "dp indicator noise", context.current_central_iteration)
         noise = noises.standard_normal()
-        fraction = 0.5 + votes / cohort + config.indicator_std_fraction * noise
+        fraction = 0.5 + (votes / cohort + config.indicator_std_fraction * noise) / self._reporting
         change = -config.clip_step * (fraction - config.quantile)
         bound = self.clipping_bound * math.exp(min(max(change, -WIDEST), WIDEST))
         self._bound.set_value(min(max(bound, BOUND_RANGE[0]), BOUND_RANGE[1]))
         return Metrics([(metric_name("noisy fraction unclipped"), Weighted.from_unweighted(fraction))])
 
 
-def private_mean(calibration: Calibration, **options: Any) -> PrivateMean:
-    """The mechanism that ``calibration.config`` names; for the options see `PrivateMean`."""
-    chosen = {"gaussian": PrivateMean, "adaptive": AdaptivePrivateMean}[calibration.config.mechanism]
-    return chosen(calibration, **options)
+def private_mean(calibration: Calibration, *, reporting: float = 1.0, **options: Any) -> PrivateMean:
+    """The mechanism that ``calibration.config`` names.
+
+    Args:
+        calibration: the amount of noise.
+        reporting: see `AdaptivePrivateMean`.
+        options: of `PrivateMean`.
+    """
+    if calibration.config.mechanism == "adaptive":
+        return AdaptivePrivateMean(calibration, reporting=reporting, **options)
+    return PrivateMean(calibration, **options)

@@ -284,6 +284,10 @@ def privacy_profile(system: System, rounds: int) -> PrivacyProfile:
     return PrivacyProfile({at: max(float(ledger.get_delta(at)), LEAST_DELTA) for at in EPSILONS}, mu)
 
 
+LEAST_MU = 1e-9
+"""The smallest mu that is told apart from 0; also how far the root may be off."""
+
+
 def _gaussian_mu(epsilon: float, delta: float) -> float:
     """The mu at which a Gaussian mechanism has this delta at this epsilon."""
     if delta <= 0:
@@ -293,7 +297,10 @@ def _gaussian_mu(epsilon: float, delta: float) -> float:
         high *= 2
         if high > 1e4:
             return math.inf
-    return float(brentq(lambda mu: float(gaussian_delta(epsilon, mu)) - delta, 1e-9, high, xtol=1e-9)) + 1e-9
+    if gaussian_delta(epsilon, LEAST_MU) >= delta:
+        return LEAST_MU
+    root = brentq(lambda mu: float(gaussian_delta(epsilon, mu)) - delta, LEAST_MU, high, xtol=LEAST_MU)
+    return float(root) + LEAST_MU
 
 
 def least_multiplier(epsilon_of: Callable[[float], float], epsilon: float, start: float) -> float:

@@ -294,6 +294,11 @@ class TrainingConfig:
     """The users' devices; none: every user does all its work, in no time."""
 
     @property
+    def is_private(self) -> bool:
+        """Whether a guarantee is given, centrally or locally."""
+        return self.privacy is not None or self.local_privacy is not None
+
+    @property
     def unit(self) -> Literal["round", "epoch"]:
         """What a step of training is."""
         return "round" if self.mode == "federated" else "epoch"

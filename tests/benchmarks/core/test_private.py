@@ -209,6 +209,8 @@ def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds
     assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
     screen = capsys.readouterr()
     assert f"privacy: LOCAL, {mechanism}, epsilon 4 of each update" in screen.err
+    assert ("WARNING: delta is 0.001, which is large" in screen.err) == (mechanism == "gaussian")
+    assert ("warning" in statement) == (mechanism == "gaussian")
     assert "FLAIR paper" not in screen.out, "the paper has no such row"
 
 
@@ -225,6 +227,7 @@ def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds
             ["--local_privacy.epsilon=1e8"],
             "local_privacy.epsilon is '1e8': input should be less than or equal to 100000",
         ),
+        (["--local_privacy.delta=0.09"], "local_privacy.delta is 0.09, not below one in 12 users"),
         (["--local_privacy.mechanism=rappor"], "local_privacy.mechanism is 'rappor'"),
         (["--local_privacy.sigma=1"], "there is no config key local_privacy.sigma"),
     ],

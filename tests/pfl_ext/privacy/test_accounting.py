@@ -216,6 +216,10 @@ def test_the_gaussian_of_the_profiles_mu_gives_no_less_away_than_the_run(sampler
         assert profile.mu == pytest.approx(1 / 2.0, rel=0.02)
 
 
+def test_a_profile_of_next_to_nothing_has_the_smallest_mu() -> None:
+    assert 0 < System(10**12, 30, 2.0, 1e-13, "poisson", "pld").profile(2).mu <= 1e-5
+
+
 def test_the_full_batch_without_replacement_is_the_plain_gaussian_mechanism() -> None:
     """With everyone in each round no sampling helps: sensitivity 2C, so the noise of z / 2."""
     spent = System(50, 50, 6.0, 1e-3, "fixed", "rdp").epsilon_after(3)

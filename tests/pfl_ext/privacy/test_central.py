@@ -240,6 +240,22 @@ def test_one_adaptive_step_is_andrew_et_als() -> None:
     assert np.std(fractions) == pytest.approx(0.05, rel=0.12)
 
 
+@pytest.mark.parametrize("lost", [0.0, 0.5, 0.8])
+def test_users_who_are_lost_do_not_move_the_fraction(lost: float) -> None:
+    """Of 40 expected users ``lost`` do not report; a quarter of the others is not clipped."""
+    fractions, reporting = [], round(40 * (1 - lost))
+    updates = [torch.tensor([0.5, 0.0])] * (reporting // 4) + [torch.tensor([3.0, 0.0])] * (
+        3 * reporting // 4
+    )
+    for seed in range(200):
+        mechanism = private_mean(calibration(1.0, cohort=40, clipping_bound=1.0), reporting=1 - lost)
+        _, metrics = release(mechanism, updates, 0, seed)
+        fractions.append(value(metrics, "noisy fraction unclipped"))
+    deviation = 0.05 / (1 - lost)
+    assert np.mean(fractions) == pytest.approx(0.25, abs=4 * deviation / math.sqrt(200))
+    assert np.std(fractions) == pytest.approx(deviation, rel=0.2)
+
+
 def test_one_user_moves_the_noisy_fraction_by_half_a_vote() -> None:
     """The indicator's sensitivity that is accounted for, for one user added, on 40 expected."""
     moved = []

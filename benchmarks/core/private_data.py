@@ -1,0 +1,55 @@
+"""What the data file of a private run must be like, besides what its config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.core.experiment import Experiment
+from dataset.store.hdf5 import DataFile
+from dataset.store.index import FOUND_CLASSES, owner
+from dataset.store.validate import validate
+
+
+def check_private_data(experiment: Experiment[Any]) -> None:
+    """Refuse a data file with which a private run's guarantee would not hold, before anything is written.
+
+    * A user of val or test who also trains: its images there would be scored exactly, and could choose the
+      best model, although the guarantee is for all images of a user.
+    * With ``privacy.release: public``, classes that were found in the images: a class that one user alone has
+      would give that user away.
+    * Fewer users than ``local_privacy.delta`` is meant for (`PrivacyConfig.calibrate` has that of the center).
+    * A file that was changed in place: a run that goes on would release other data with the same noise.
+
+    Raises:
+        ValueError: one line with the reason.
+    """
+    validate(experiment.file.path, images=False)
+    privacy = experiment.config.privacy
+    found = _found_classes(experiment.file)
+    if privacy is not None and privacy.release == "public" and found:
+        raise ValueError(
+            f"privacy.release public would publish the classes of {', '.join(found)}, which were found in "
+            "the images and may give a user away: list all classes, python -m dataset.convert --classes FILE"
+        )
+    partition = experiment.partition()
+    trained = set((experiment.split("train") if partition is None else partition).user_ids)
+    local = experiment.config.local_privacy
+    if local is not None and local.delta * len(trained) >= 1:
+        raise ValueError(
+            f"local_privacy.delta is {local.delta:g}, not below one in {len(trained):,} users, so that the "
+            "guarantee may fail for one of them outright: lower it"
+        )
+    for name in ("val", *experiment.final_splits):
+        both = [user for user in experiment.split(name).user_ids if owner(user, trained) in trained]
+        if both:
+            raise ValueError(
+                f"privacy protects a user with all of its images, and {len(both):,} users of {name} also "
+                f"train, {owner(both[0], trained)} among them: deal splits by users (python -m "
+                "dataset.convert --split_by users), or choose a data.partition"
+            )
+
+
+def _found_classes(file: DataFile) -> list[str]:
+    """The annotations whose classes depend on which users the file has."""
+    made_by_convert = "users_without_images" in file.provenance
+    return list(file.provenance.get(FOUND_CLASSES, file.annotation_names if made_by_convert else ()))

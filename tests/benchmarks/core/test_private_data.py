@@ -1,0 +1,118 @@
+"""Data files that a private run refuses, and files whose users are in several splits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from benchmarks.flair.report import collect, markdown
+from benchmarks.visual_classification.train import main
+from dataset.cli import run
+from dataset.store.hdf5 import DataFile
+from dataset.store.index import owner
+from tests.benchmarks.conftest import train_into
+from tests.benchmarks.made_runs import make_run
+from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.test_train import error_line, results
+from tests.dataset.convert.made_sources import CLASSES, convert, write_folder
+
+BY_IMAGES = "--split_by=images --val_share=0.2 --test_share=0.2"
+BY_USERS = "--split_by=users --val_share=0.3 --test_share=0.3 --storage=raw --image_size=20"
+PRIVATE = ("--config=pfl-r-17", "--privacy.epsilon=50", "--privacy.delta=0.01")
+PUBLIC = ("--privacy.release=public", "--privacy.noise_cohort_size=none", "--privacy.noise_population=none")
+TWO_USERS = ("--federated.cohort_size=2", "--federated.num_rounds=2")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images by client and class."""
+    return write_folder(tmp_path_factory.mktemp("photos"), range(27))
+
+
+@pytest.fixture
+def by_images(photos: Path, tmp_path: Path) -> Path:
+    return convert(
+        f"folder --images {photos} {BY_IMAGES} --storage=raw --image_size=20", tmp_path / "by_images.hdf5"
+    )
+
+
+@pytest.mark.parametrize("words", [PRIVATE, ("--local_privacy.epsilon=4", "--federated.weighting=users")])
+def test_users_of_two_splits_are_not_protected(
+    words: tuple[str, ...], by_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_into(tmp_path / "run", by_images, *TWO_USERS, *words, code=2)
+    assert "users of val also train, " in error_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_they_count_as_seen_where_users_are_scored_by_themselves(by_images: Path, tmp_path: Path) -> None:
+    words = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
+    run_words = (
+        *words,
+        *TWO_USERS,
+        "--model.input_size=20",
+        f"--data_path={by_images}",
+        f"--run_dir={tmp_path}",
+    )
+    with sparingly(draw=False):
+        assert run(main, run_words) == 0
+    found = results(tmp_path)["clients"]
+    assert list(found) == ["seen"]
+    with DataFile(by_images) as file:
+        assert found["seen"]["users"] == file.split("val").num_users
+
+
+def test_a_user_of_two_splits_is_known_by_name() -> None:
+    trained = {"bob", "val-ann", "test-test-x"}
+    for user in ("val-bob", "test-bob", "bob"):
+        assert owner(user, trained) == "bob"
+    for user in ("val-ann", "test-eve", "val-test-x"):
+        assert owner(user, trained) == user
+
+
+def test_classes_that_were_found_are_not_made_public(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = convert(f"folder --images {photos} {BY_USERS}", tmp_path / "found.hdf5")
+    (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
+    classes = f"--classes={tmp_path / 'classes.txt'}"
+    given = convert(f"folder --images {photos} {BY_USERS} {classes}", tmp_path / "given.hdf5")
+    for path, names in ((found, ["labels"]), (given, [])):
+        with DataFile(path) as file:
+            assert file.provenance["found_classes"] == names
+    capsys.readouterr()
+    train_into(tmp_path / "run", found, *PRIVATE, *PUBLIC, "--federated.cohort_size=1", code=2)
+    assert "would publish the classes of labels, which were found in the images" in error_line(capsys)
+
+
+def test_a_file_that_was_changed_in_place_is_refused(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = convert(f"folder --images {photos} {BY_USERS}", tmp_path / "changed.hdf5")
+    with h5py.File(changed, "r+") as file:
+        data = file["train/annotations/labels/classes"]
+        data[...] = np.roll(data[()], 1)
+    capsys.readouterr()
+    train_into(tmp_path / "run", changed, *PRIVATE, "--federated.cohort_size=1", code=2)
+    assert "train/annotations/labels/classes does not agree with its checksum" in error_line(capsys)
+
+
+def test_one_label_of_a_file_with_one_class_an_image(photos: Path, tmp_path: Path) -> None:
+    file = convert(f"folder --images {photos} {BY_USERS}", tmp_path / "f.hdf5")
+    label = f"--data.binary_label={CLASSES[0]}"
+    found = results(train_into(tmp_path / "run", file, label, "--federated.cohort_size=1"))
+    assert list(found["prevalence"]) == [CLASSES[0]]
+    assert 0 < found["prevalence"][CLASSES[0]] < 1
+
+
+def test_a_table_says_of_a_seeded_run_that_it_protects_nobody(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "pfl-r-17")
+    path = tmp_path / "a" / "privacy.json"
+    statement = json.loads(path.read_text())
+    assert "NO PROTECTION" not in markdown(collect([tmp_path]))
+    path.write_text(json.dumps({**statement, "seeded_for_research_only": True}))
+    assert "NO PROTECTION, noise from the seed; epsilon 2 at delta" in markdown(collect([tmp_path]))
