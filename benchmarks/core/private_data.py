@@ -17,7 +17,7 @@ def check_private_data(experiment: Experiment[Any]) -> None:
       best model, although the guarantee is for all images of a user.
     * With ``privacy.release: public``, classes that were found in the images: a class that one user alone has
       would give that user away.
-    * Fewer users than ``local_privacy.delta`` is meant for (`PrivacyConfig.calibrate` has that of the center).
+    * So many users that ``local_privacy.delta`` would allow that one of them is published outright.
     * A file that was changed in place: a run that goes on would release other data with the same noise.
 
     Raises:
