@@ -5,7 +5,16 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 HOROVOD := $(VENV)/.horovod
 
-# A DATA that is given must exist. Where none is given, a command takes data/flair.hdf5, or else the mini data set.
+# A variable that no command reads is a typing error.
+VARIABLES = ALGORITHM ARGS CONFIG DATA DATASET FAST HOSTS LAUNCHER LOCAL NAMES NNODES NP OUT PYTHON RDZV ROW RUNS \
+  SCALE SEED SEEDS SETTINGS SWEEP TASK VENV WEIGHTS
+GIVEN = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
+ifneq ($(filter-out $(VARIABLES) MAKEFLAGS,$(GIVEN)),)
+  $(error there is no variable $(firstword $(filter-out $(VARIABLES) MAKEFLAGS,$(GIVEN))): choose any of $(VARIABLES))
+endif
+
+# A DATA that is given must exist. Where none is given, a command takes its data set's file in data/, such as
+# data/flair.hdf5, or else the mini data set.
 DATA   ?= data/flair.hdf5
 CONFIG ?=
 ARGS   ?=
@@ -29,10 +38,15 @@ FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 .PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 .PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
 .PHONY: fedcv-data fedcv-fl fedcv-c fedcv-report
-.PHONY: workers-given one-process dataset-given fedcv-dataset-given fedcv-task-given
+.PHONY: workers-given federated-given one-process dataset-given fedcv-dataset-given fedcv-task-given
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
+
+# For federated training: settings of centralised training are named c-*, *-c or *-centralised.
+federated-given:
+	@case '$(CONFIG)' in c-*|*-c|*-centralised) echo "error: CONFIG is '$(CONFIG)', which is centralised training:" \
+	  "make $(firstword $(subst -, ,$(MAKECMDGOALS)))-c CONFIG=$(CONFIG)" >&2; exit 2;; esac
 
 # For what runs in one process.
 one-process:
@@ -89,7 +103,7 @@ doctor: $(if $(wildcard $(PY)),,$(READY)) ## what this machine has, how a run is
 	@$(PY) -m benchmarks.doctor $(ARGS)
 
 docs: $(READY) ## the documentation as a site, in build/site: ARGS="--site-dir D"
-	@$(PY) -m mkdocs build --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet $(ARGS)
 
 notebooks: $(READY) ## execute the notebooks of docs/notebooks and write their outputs: NAMES="explore train"
 	@$(PY) docs/notebooks/execute.py $(NAMES)
@@ -126,10 +140,10 @@ opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatter
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
 
-flair-fl: $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, NP=2, ARGS="--key value ..."
+flair-fl: federated-given $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, NP=2, ARGS="--key value ..."
 	@$(TRAIN) --config $(or $(CONFIG),fl-r-17) $(FILE) $(ARGS)
 
-flair-pfl: $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
+flair-pfl: federated-given $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
 	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(ARGS)
 
 flair-c: one-process $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
@@ -154,13 +168,13 @@ dataset-given:
 VISION   = benchmarks.visual_classification
 FEDCV    = camvid street cityscapes voc sbd coco cifar10 cifar100 landmarks
 fedcv-dataset-given:
-	@case ' $(FEDCV) ' in *' $(DATASET) '*) ;; \
-	  *) echo "error: DATASET is '$(DATASET)': choose any of $(FEDCV)" >&2; exit 2;; esac
+	@case ' $(FEDCV) ' in *' $(FEDCV_DATASET) '*) ;; \
+	  *) echo "error: DATASET is '$(FEDCV_DATASET)': choose any of $(FEDCV)" >&2; exit 2;; esac
 
 vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
-vision-fl: $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
+vision-fl: federated-given $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
 	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(ARGS)
 
 vision-c: one-process $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
@@ -177,8 +191,12 @@ vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and m
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
 
-fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street | cityscapes with ARGS="--source DIR"
-	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
+DATA_segmentation   = camvid
+DATA_detection      = street
+DATA_classification = cifar100
+FEDCV_DATASET = $(if $(filter file,$(origin DATASET)),$(DATA_$(TASK)),$(DATASET))
+fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes with ARGS="--source DIR"
+	$(PY) -m dataset.$(FEDCV_DATASET).download_preprocess --output_file data/$(FEDCV_DATASET).hdf5 $(ARGS)
 
 TASK       ?= $(if $(ALGORITHM),classification,segmentation)
 CENTRAL_segmentation   = camvid-c
@@ -189,7 +207,7 @@ fedcv-task-given:
 	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \
 	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)" >&2; exit 2;; esac
 
-fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=dsgd | ..., NP=2
+fedcv-fl: federated-given fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=dsgd | ..., NP=2
 	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(or $(CONFIG),$(ALGORITHM)),--config '$(or $(CONFIG),$(ALGORITHM))') $(FILE) $(ARGS)
 
 fedcv-c: fedcv-task-given one-process $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...

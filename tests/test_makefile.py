@@ -141,3 +141,32 @@ def test_fast_leaves_out_what_is_listed_as_slow_and_nothing_else() -> None:
     for listed in (ROOT / "tests" / "slow.txt").read_text().split():
         file, _, name = listed.partition("::")
         assert f"def {name}(" in (ROOT / file).read_text(), f"tests/slow.txt: there is no {listed}"
+
+
+def test_a_variable_that_no_command_reads_is_refused(tmp_path: Path) -> None:
+    done = make(tmp_path, "flair-fl", "CONFG=fl-f-17")
+    assert done.returncode == 2
+    assert "there is no variable CONFG: choose any of ALGORITHM ARGS CONFIG" in done.stderr
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    "target, config", [("flair-fl", "c-r-17"), ("vision-fl", "cifar10-centralised"), ("fedcv-fl", "camvid-c")]
+)
+def test_centralised_settings_are_for_other_targets(target: str, config: str, tmp_path: Path) -> None:
+    done = make(tmp_path, target, f"CONFIG={config}")
+    assert done.returncode == 2
+    central = target.replace("-fl", "-c")
+    assert (
+        f"CONFIG is '{config}', which is centralised training: make {central} CONFIG={config}" in done.stderr
+    )
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    "words, name", [((), "camvid"), (("TASK=detection",), "street"), (("DATASET=voc",), "voc")]
+)
+def test_fedcvs_data_are_those_of_the_task(words: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    assert f"dataset.{name}.download_preprocess --output_file data/{name}.hdf5" in asked(
+        tmp_path, "fedcv-data", *words
+    )

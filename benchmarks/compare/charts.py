@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import deciles
@@ -161,6 +162,8 @@ def draw(axes: Axes, chart: Chart, labels: Sequence[str] | None, colours: Sequen
     if chart.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.grid(color=line_colour, linewidth=0.6, alpha=0.45)
     axes.tick_params(colors=ink, which="both", labelsize=9)
     for side, edge in axes.spines.items():

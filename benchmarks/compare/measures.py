@@ -113,7 +113,7 @@ def _time(run: RunRecord) -> Iterator[Measure]:
         yield Measure("time", "virtual, the whole run", "seconds", virtual[-1])
     seconds = [line["seconds"] for line in _history(run) if "seconds" in line]
     if seconds:
-        yield Measure("time", f"a {run.config.unit}, median", "seconds", statistics.median(seconds))
+        yield Measure("time", f"{run.config.unit}, median", "seconds", statistics.median(seconds))
 
 
 def _traffic(run: RunRecord) -> Iterator[Measure]:
@@ -175,7 +175,7 @@ def _users_of(run: RunRecord, score: str) -> FloatArray | None:
 
 def _deviation_of_users(run: RunRecord, score: str) -> float | None:
     users = _users_of(run, score)
-    return None if users is None or len(users) < 2 else float(users.std(ddof=1))
+    return None if users is None or len(users) < 2 else float(users.std())
 
 
 def deciles(run: RunRecord, score: str) -> tuple[Sequence[float], FloatArray] | None:

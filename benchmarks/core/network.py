@@ -73,7 +73,7 @@ def _begun(arch: str, other: str, directories: Iterable[Path]) -> str | None:
             begun = str(read_yaml(directory / "config.yaml")["model"]["arch"])
         except (ValueError, OSError, KeyError, TypeError):
             continue  # it is damaged, and the run is refused for it later
-        if begun == other:
+        if begun == other != arch:
             print(f"{directory} holds a run that took {other} for {arch}: keeping it", flush=True)
         if begun in (arch, other):
             return begun

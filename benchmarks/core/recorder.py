@@ -182,7 +182,8 @@ class Recorder:
         if asked is not None:
             self.progress.close()
             barrier()  # a launcher may end those that are left when the first leaves; the main one is saving
-            raise Stopped(asked, f"{self.unit} {step} is done and {self.checkpoints.last} is written")
+            done = f"{step + 1} of {self.num_steps} {self.unit}s are done"
+            raise Stopped(asked, f"{done} and {self.checkpoints.last} is written")
 
     def end(self, state: Any) -> None:
         """Write the last line, which holds nothing but the val of the last model, and the last checkpoint.

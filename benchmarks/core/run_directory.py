@@ -37,10 +37,26 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
 
 
 def directory_of(run: AnyRun, data_path: Path) -> Path:
-    """The folder of a run's files: ``--run_dir``, or one of runs/ that names setting, data and seed."""
+    """The folder of a run's files: ``--run_dir``, or one of runs/ that names setting, data and seed.
+
+    Where the latter holds a run of another config, the name has the config's digest at its end.
+    """
     config = run.config
-    directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
-    return Path(str(directory).replace("{digest}", short_digest(config)))
+    if run.run_dir is not None:
+        return Path(str(run.run_dir).replace("{digest}", short_digest(config)))
+    plain = Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
+    own = plain.with_name(f"{plain.name}-{short_digest(config)}")
+    return own if has_begun(own) or _holds_another(plain, run) else plain
+
+
+def _holds_another(directory: Path, run: AnyRun) -> bool:
+    """Whether a run of another config has begun in a directory."""
+    if not has_begun(directory):
+        return False
+    try:
+        return bool(run_differences(read_yaml(directory / "config.yaml"), run))
+    except ValueError:
+        return False  # damaged, and refused for it
 
 
 def has_begun(directory: Path) -> bool:

@@ -26,7 +26,14 @@ from benchmarks.fedcv.detection.train import FederatedDetection
 from benchmarks.fedcv.paper import ACCURACY, DATA
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation
 from benchmarks.reporting import single_users
-from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, finished_run, split_duplicates
+from benchmarks.reporting.runs import (
+    RunOfAnother,
+    RunRecord,
+    by_experiment,
+    finished_run,
+    finished_runs,
+    split_duplicates,
+)
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
@@ -51,17 +58,18 @@ def task_of(directory: Path) -> tuple[type[Experiment[Any]], RunRecord]:
     Raises:
         ValueError: what is wrong with it, in a line.
     """
-    faults = []
+    faults: list[ValueError] = []
     for task in TASKS:
         try:
             run = finished_run(directory, task.benchmark, {"test": task.headline})
         except ValueError as fault:
-            faults.append(str(fault))
+            faults.append(fault)
             continue
         if run.config.setting in task.benchmark.settings:
             return task, run
-        faults.append(f"{directory} is a run of {run.config.setting}, which is no setting of FedCV's tasks")
-    raise ValueError(next((fault for fault in faults if "it is a run of" not in fault), faults[-1]))
+        setting = f"{directory} is a run of {run.config.setting}, which is no setting of FedCV's tasks"
+        faults.append(ValueError(setting))
+    raise next((fault for fault in faults if not isinstance(fault, RunOfAnother)), faults[-1])
 
 
 def changes(task: type[Experiment[Any]], run: RunRecord) -> list[str]:
@@ -112,16 +120,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("report"))
     options = parser.parse_args(argv or ["--help"])
     tasks: dict[Path, type[Experiment[Any]]] = {}
-    found, left_out = [], []
-    for directory in find_runs(options.run_dirs):
-        try:
-            tasks[directory], run = task_of(directory)
-            found.append(run)
-        except ValueError as fault:
-            left_out.append(str(fault))
-    if not found:
-        names = ", ".join(map(str, options.run_dirs))
-        raise ValueError(f"no finished run of FedCV's tasks in {names}: {'; '.join(left_out)}")
+
+    def read(directory: Path) -> RunRecord:
+        tasks[directory], run = task_of(directory)
+        return run
+
+    found, left_out = finished_runs(options.run_dirs, read, "of FedCV's tasks")
     runs, repeated = split_duplicates(found)
     left_out += [f"{run.directory} repeats {kept.directory}" for run, kept in repeated]
     groups = sorted(by_experiment(runs), key=lambda group: str(group[0].config.setting))

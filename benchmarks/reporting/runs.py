@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -27,6 +28,8 @@ from dataset.store.hdf5 import DataFile
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors with which reading a run's JSON or YAML can end when it is not what it should be."""
+FOREIGN = "it is a run of"
+"""How the fault of a run of another benchmark begins."""
 OTHER_VERSION = "its config is of another version of the code"
 ExperimentKey: TypeAlias = tuple[str, str, str | None]
 
@@ -232,7 +235,7 @@ def _foreign(tree: Tree, benchmark: Benchmark[Any]) -> str | None:
             with suppress(ValueError):
                 other.read(tree, "config.yaml")
                 asked = ".".join(benchmark.directory.relative_to(BENCHMARKS).parts[:-1])
-                return f"it is a run of {name.removesuffix('.config')}, not of benchmarks.{asked}"
+                return f"{FOREIGN} {name.removesuffix('.config')}, not of benchmarks.{asked}"
     return None
 
 
@@ -243,15 +246,52 @@ def benchmarks_in(name: str) -> list[Benchmark[Any]]:
     return []
 
 
+class RunOfAnother(ValueError):
+    """A run of another benchmark than the one that is reported."""
+
+
+def finished_runs(
+    paths: Iterable[Path], read: Callable[[Path], RunRecord], what: str
+) -> tuple[list[RunRecord], list[str]]:
+    """The runs at or below these paths that can be reported, and a line for each other one.
+
+    Args:
+        paths: of runs and of folders with runs.
+        read: reads one, as `finished_run` does. The runs of other benchmarks share a line.
+        what: what is reported, for the error.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    places = list(paths)
+    found: list[RunRecord] = []
+    left_out: list[str] = []
+    others: Counter[str] = Counter()
+    for directory in find_runs(places):
+        try:
+            found.append(read(directory))
+        except RunOfAnother as other:
+            others[str(other).removeprefix(FOREIGN).split(",")[0].strip()] += 1
+        except ValueError as fault:
+            left_out.append(str(fault))
+    left_out += [f"{number:,} run{'s' * (number > 1)} of {name}" for name, number in others.items()]
+    if not found:
+        raise ValueError(f"no finished run {what} in {', '.join(map(str, places))}: {'; '.join(left_out)}")
+    return found, left_out
+
+
 def finished_run(
     directory: Path, benchmark: Benchmark[Any], scores: Mapping[str, Sequence[str]] | None = None
 ) -> RunRecord:
     """`read_run` of a run that has ended.
 
     Raises:
+        RunOfAnother: when it is another benchmark's.
         ValueError: when it has not, or cannot be reported.
     """
     record = read_run(directory, benchmark, scores)
+    if (record.fault or "").startswith(FOREIGN):
+        raise RunOfAnother(record.fault)
     if not record.finished:
         raise not_whole(directory, record.fault or "it has not ended")
     return record

@@ -23,7 +23,7 @@ from benchmarks.core.commands import command_parser
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
-from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, split_duplicates
+from benchmarks.reporting.runs import RunRecord, by_experiment, finished_runs, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config
@@ -198,15 +198,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=_numbers, default=paper.ROUNDS, help="columns after so many rounds")
     parser.add_argument("--batches", type=_numbers, default=paper.BATCHES, help="and after so many batches")
     options = parser.parse_args(argv or ["--help"])
-    runs, left_out = [], []
-    for directory in find_runs(options.run_dirs):
-        try:
-            runs.append(read_finished(directory))
-        except ValueError as fault:
-            left_out.append(str(fault))
-    if not runs:
-        names = ", ".join(map(str, options.run_dirs))
-        raise ValueError(f"no finished run in {names}: {'; '.join(left_out)}")
+    runs, left_out = finished_runs(options.run_dirs, read_finished, "of visual classification")
     runs, repeated = split_duplicates(runs)
     centralised, several = centralised_accuracy(runs)
     left_out += [*(repetition(run, kept) for run, kept in repeated), *several]

@@ -63,7 +63,7 @@ class Options(BaseSettings):
     data_path: str | None = None
     """HDF5 file that this benchmark's download_preprocess wrote."""
     run_dir: str | None = None
-    """Directory of the run's files; {digest} in it stands for the config. By default a new one in runs/."""
+    """Directory of the run's files; {digest} in it stands for the config. By default one in runs/."""
     weights: str | None = None
     """File of pretrained weights (.pth or .safetensors). By default those known of the network."""
     resume: str = "auto"

@@ -215,7 +215,7 @@ def test_users_are_shown_by_deciles(folder: Path, page: Page) -> None:
     assert shares[0] == [0, 10, 25, 50, 75, 90, 100]
     assert shares[1].tolist() == np.quantile(USERS, np.array(shares[0]) / 100).tolist()
     (row, *_) = page.rows("Users' C-AP exact")
-    expected = [statistics.fmean(USERS), *np.quantile(USERS, [0.1, 0.5, 0.9]), statistics.stdev(USERS)]
+    expected = [statistics.fmean(USERS), *np.quantile(USERS, [0.1, 0.5, 0.9]), statistics.pstdev(USERS)]
     assert row[2:] == ["5", *(f"{value:.2f} ± 0.00" for value in expected)]
     for kind, users, sizes in (("seen in training", USERS[:3], 3), ("new", USERS[3:], 6)):
         (row, *_) = page.rows(f"Users' O-AP exact, {kind}")

@@ -197,4 +197,4 @@ def test_another_benchmark_that_cannot_be_imported_hides_nothing(
     names = ["benchmarks.half_written.config", *config_modules()]
     monkeypatch.setattr("benchmarks.reporting.runs.config_modules", lambda: names)
     monkeypatch.chdir(folder)
-    check_refused(vision_report.main, "half", "(it is a run of benchmarks.flair, not of", folder, capsys)
+    check_refused(vision_report.main, "half", "1 run of benchmarks.flair", folder, capsys)
