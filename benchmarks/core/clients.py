@@ -33,7 +33,7 @@ def data_source(
     """
     return DataSource(
         path=Path(f"data/{name}.hdf5"),
-        maker=f"python -m dataset.{name}.download_preprocess",
+        maker=f"python -m dataset.{name}.download_preprocess --output_file FILE",
         missing=f"no data/{name}.hdf5 (make {target} DATASET={name} makes it)",
         mini=mini,
         spec=spec,

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,7 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
     experiment.show(results)
     statement = statement_path(directory)
     if statement.exists() and (paragraph := checkpoint.read_json(statement).get("paragraph")):
-        print(f"\n{paragraph}\n")
+        print(f"\n{textwrap.fill(paragraph, 110)}\n")
     print(f"run directory: {directory} (metrics.jsonl, results.json, model.safetensors, plots/)")
 
 

@@ -55,6 +55,8 @@ class DataSource:
         """
         path = asked or (self.path if self.path and self.path.is_file() else MINI_WORD)
         if path != MINI_WORD:
+            if path.is_dir():
+                raise ValueError(f"--data_path {path} is a folder; give the HDF5 file")
             if not path.is_file():
                 raise ValueError(f"--data_path {path}: no such file; make it with {self.maker}")
             return list(argv), path

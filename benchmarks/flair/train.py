@@ -39,7 +39,7 @@ from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
 SOURCE = DataSource(
     path=Path("data/flair.hdf5"),
-    maker="python -m dataset.flair.download_preprocess",
+    maker="python -m dataset.flair.download_preprocess --output_file FILE",
     missing="no FLAIR file (make flair-data gets it)",
 )
 

@@ -29,7 +29,7 @@ def partition_text(task: SingleLabelView) -> str:
 def followed_text(task: SingleLabelView, scored: str) -> str:
     """What is scored over the rounds."""
     if scored == "test":
-        return "test is tracked and chooses nothing"
+        return "test is scored during training, but picks no model"
     origin = f"{task.val_share:.3g} of each user's training images" if task.val_share else "the file's"
     return f"val is {origin}"
 

@@ -138,7 +138,8 @@ class Benchmark(Generic[C_co]):
         if Path(name).is_file():
             return Path(name)
         names = ", ".join(self.settings)
-        raise ValueError(f"--config {name}: no such file and no shipped config; the shipped ones are {names}")
+        what = "a folder, not a file" if Path(name).is_dir() else "no such file"
+        raise ValueError(f"--config {name}: {what} and no shipped config; the shipped ones are {names}")
 
     @cached_property
     def _command_line(self) -> CommandLine:

@@ -274,7 +274,7 @@ class TrainingConfig:
     mode: Literal["federated", "centralised"] = "federated"
     """Training on users in rounds, or on all images in one place."""
     seed: NonNegativeInt = field(default=0, metadata=REPETITION)
-    """Seed of initialisation, cohorts, crops and the order of images."""
+    """Seed of first weights, cohorts, crops and order. If given, a private run's noise is public, too."""
     data: ImageConfig = field(default_factory=ImageConfig)
     model: ModelSection = field(default_factory=ModelSection)
     augment: AugmentSection = field(default_factory=AugmentSection)

@@ -113,7 +113,7 @@ def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
     assert not any("val" in line for line in rounds)
     shown = capsys.readouterr().out
     assert "mean EMD" in shown
-    assert "test is tracked and chooses nothing" in shown
+    assert "test is scored during training, but picks no model" in shown
     assert "the model of round 2 of 2 is the last;" in shown
     assert "best on val" not in shown
     for name in ("training_curve", "per_class_accuracy"):
