@@ -12,10 +12,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "dataset": ("dataset",),
-    "pfl_ext": ("pfl_ext", "dataset.files"),
+    "pfl_ext": ("pfl_ext", "dataset.files", "dataset.arrays"),
     "benchmarks": ("benchmarks", "pfl_ext", "dataset"),
 }
-"""What each root imports of the project. ``dataset.files`` writes atomically for all, so all import it."""
+"""What each root imports of the project. ``dataset.files`` writes atomically for all, and
+``dataset.arrays`` names types of arrays, so all import them."""
 
 
 def imports(file: Path) -> list[str]:

@@ -13,12 +13,12 @@ from benchmarks.core.config.digests import digest, tree_digest
 from benchmarks.core.config.sections import config_modules
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.experiment import Experiment
+from benchmarks.reporting.folders import find_runs
 from benchmarks.reporting.runs import (
     DAMAGE,
     RunRecord,
     benchmarks_in,
     by_experiment,
-    find_runs,
     not_whole,
     read_run,
     split_duplicates,

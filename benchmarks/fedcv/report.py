@@ -26,14 +26,8 @@ from benchmarks.fedcv.detection.train import FederatedDetection
 from benchmarks.fedcv.paper import ACCURACY, DATA
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation
 from benchmarks.reporting import single_users
-from benchmarks.reporting.runs import (
-    RunOfAnother,
-    RunRecord,
-    by_experiment,
-    finished_run,
-    finished_runs,
-    split_duplicates,
-)
+from benchmarks.reporting.folders import finished_runs
+from benchmarks.reporting.runs import RunOfAnother, RunRecord, by_experiment, finished_run, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from dataset.cli import run as run_command
 from dataset.files import write_bytes

@@ -25,7 +25,8 @@ from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.paper import SCORES as REPORTED
 from benchmarks.flair.results import SPLIT, write_users
 from benchmarks.flair.train import Flair
-from benchmarks.reporting.runs import find_runs, read_run
+from benchmarks.reporting.folders import find_runs
+from benchmarks.reporting.runs import read_run
 from benchmarks.reporting.tables import text_table
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile

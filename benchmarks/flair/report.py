@@ -22,7 +22,8 @@ from benchmarks.flair.config import FLAIR
 from benchmarks.flair.paper import SCORES, variant
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
 from benchmarks.reporting import single_users
-from benchmarks.reporting.runs import RunRecord, find_runs, read_run, split_duplicates
+from benchmarks.reporting.folders import find_runs
+from benchmarks.reporting.runs import RunRecord, read_run, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section
 from dataset.cli import run as run_command
 from dataset.files import write_bytes

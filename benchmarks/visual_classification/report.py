@@ -23,7 +23,8 @@ from benchmarks.core.commands import command_parser
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
-from benchmarks.reporting.runs import RunRecord, by_experiment, finished_runs, split_duplicates
+from benchmarks.reporting.folders import finished_runs
+from benchmarks.reporting.runs import RunRecord, by_experiment, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config

@@ -206,8 +206,7 @@ class LabelSetView(_View):
             first = next(iter(self.file.annotation_names), None)
             known = ", ".join(self.file.label_mapping(first)) if first else "none"
             raise ValueError(
-                f"the label {self.binary_label!r} is in neither taxonomy of this file; "
-                f"its coarse labels are {known}"
+                f"the label {self.binary_label!r} is in neither taxonomy of this file; coarse labels: {known}"
             )
 
     @property
@@ -286,10 +285,8 @@ class SingleLabelView(_View):
         names = self.partition_names
         if self.dealt is None and self.partition is not None and known_as(self.partition, names) not in names:
             known = ", ".join(self.partition_names) or "none, only users of its own"
-            raise ValueError(
-                f"{self.file.path} has no partition {self.partition!r}; there are {known}, and those that "
-                "are drawn, such as lda-0.1-clients-100-seed-0"
-            )
+            known += ", and drawn ones, such as lda-0.1-clients-100-seed-0"
+            raise ValueError(f"{self.file.path} has no partition {self.partition!r}; there are {known}")
         if not 0 <= self.val_share < 1:
             raise ValueError(f"val_share is {self.val_share}; give a number from 0 to below 1")
         if self.val_share and CARVED in self.file.splits:

@@ -285,7 +285,7 @@ def privacy_profile(system: System, rounds: int) -> PrivacyProfile:
 
 
 LEAST_MU = 1e-9
-"""The smallest mu that is told apart from 0; also how far the root may be off."""
+"""The smallest mu that counts; also how far the root may be off."""
 
 
 def _gaussian_mu(epsilon: float, delta: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,6 @@ from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.tasks.multi_label_scores import COLUMNS
 from tests.benchmarks.conftest import RESNET18, SMALL, Train
 from tests.benchmarks.moved import LUCK, Scored, inexact, watched
-from tests.benchmarks.sparing import sparingly
 
 MODEL = "model.safetensors"
 GOLDEN = Path(__file__).parent / "golden_fl.json"
@@ -324,22 +322,6 @@ def test_another_config_may_not_take_over_a_run(train: Train, capsys: pytest.Cap
     assert "local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5" in error_line(capsys)
     train("--resume=never", code=2)
     assert "already holds a run" in error_line(capsys)
-
-
-def test_each_config_has_a_folder_of_its_own_where_none_is_named(
-    mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["--config=fl-r-17", f"--data_path={mini_file}", *SMALL]
-    for _ in range(2):
-        for more in ([], ["--local.learning_rate=0.07"]):
-            with sparingly():
-                assert run(main, [*words, *more]) == 0
-    plain, other = sorted((tmp_path / "runs").iterdir())
-    assert plain.name == "fl-r-17-tiny-seed0"
-    assert re.fullmatch(rf"{plain.name}-[0-9a-f]+", other.name)
-    assert "learning_rate: 0.07" in (other / "config.yaml").read_text()
-    assert capsys.readouterr().out.count("this run had ended before") == 2
 
 
 @pytest.mark.parametrize(

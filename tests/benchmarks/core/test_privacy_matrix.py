@@ -76,7 +76,6 @@ BY_KEY["compression.kind"] = (Literal[tuple(COMPRESSORS.names())], "float32")
 WITHIN = {key: rule for key, rule in RULES.items() if ".options." in key}
 """Rows of options that the chosen thing declares itself."""
 
-
 GENOTYPE = " ".join(
     f"{kind}=" + ",".join(["skip_connect@0", "skip_connect@1"] * 4) for kind in ("normal", "reduce")
 )
@@ -395,7 +394,7 @@ def test_a_sum_in_bf16_would_move_by_more_than_the_bound() -> None:
     """Why it is refused: 200 clipped updates of C, and one more."""
     with pytest.raises(ValueError, match=r"privacy refuses runtime.reduce = bf16 \("):
         FLAIR.parse((*CENTRAL, "--runtime.reduce=bf16"))
-    updates = torch.randn(201, 1000, generator=torch.Generator().manual_seed(1))
-    updates = updates.abs() / updates.norm(dim=1, keepdim=True)
+    updates = torch.randn(201, 1000, generator=torch.Generator().manual_seed(1)).abs()
+    updates /= updates.norm(dim=1, keepdim=True)
     with_user, without = (updates[:n].sum(0).bfloat16().float() for n in (201, 200))
     assert (with_user - without).norm() > 1.05

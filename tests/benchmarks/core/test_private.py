@@ -329,7 +329,7 @@ def test_a_real_run_names_no_simulated_system(train: Train, capsys: pytest.Captu
     assert executed["epsilon_at_end"] <= executed["epsilon_at_end_rdp"]
     assert executed["mu_gdp"] > 0
     assert 0 < executed["delta_at_epsilon"]["8"] < executed["delta_at_epsilon"]["4"] <= 1
-    assert statement["paragraph"] in output.out
+    assert statement["paragraph"] in " ".join(output.out.split())
     assert statement["paragraph"].startswith("Training was differentially private with epsilon = ")
     for words in ("delta = 0.01", "one user is added or removed", "12 users", "3 rounds", "dp-accounting"):
         assert words in statement["paragraph"]

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.flair.config import FLAIR as BENCHMARK
 from benchmarks.flair.report import collect, main, markdown
-from benchmarks.reporting.runs import find_runs, read_run
+from benchmarks.reporting.folders import find_runs
+from benchmarks.reporting.runs import read_run
 from dataset.cli import run
 from tests.benchmarks.made_runs import make_run
 

@@ -1,0 +1,29 @@
+"""Where a run's files lie if the command does not say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flair.train import main
+from dataset.cli import run
+from tests.benchmarks.conftest import SMALL
+from tests.benchmarks.sparing import sparingly
+
+
+def test_each_config_has_a_folder_of_its_own_where_none_is_named(
+    mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--config=fl-r-17", f"--data_path={mini_file}", *SMALL]
+    for _ in range(2):
+        for more in ([], ["--local.learning_rate=0.07"]):
+            with sparingly():
+                assert run(main, [*words, *more]) == 0
+    plain, other = sorted((tmp_path / "runs").iterdir())
+    assert plain.name == "fl-r-17-tiny-seed0"
+    assert re.fullmatch(rf"{plain.name}-[0-9a-f]+", other.name)
+    assert "learning_rate: 0.07" in (other / "config.yaml").read_text()
+    assert capsys.readouterr().out.count("this run had ended before") == 2
