@@ -88,7 +88,7 @@ def test_workers_that_stop_leave_when_the_main_one_has_saved(
     writer.checkpoints.due.return_value = False
     order.held.number = asked
     monkeypatch.setattr(recorder, "barrier", order.barrier)
-    with nullcontext() if asked is None else pytest.raises(Stopped, match="by SIGTERM, round 3 is done"):
+    with nullcontext() if asked is None else pytest.raises(Stopped, match="by SIGTERM, 4 of "):
         Recorder.step_done(writer, 3, {}, state)
     assert order.mock_calls == ([] if asked is None else [mock.call.save(4, state), mock.call.barrier()])
 
@@ -110,7 +110,7 @@ def test_a_signal_while_workers_agree_is_for_the_next_step(
     monkeypatch.setattr(recorder, "barrier", lambda: None)
     Recorder.step_done(writer, 3, {}, object())
     assert not writer.save.called
-    with pytest.raises(Stopped, match="round 4 is done"):
+    with pytest.raises(Stopped, match="5 of "):
         Recorder.step_done(writer, 4, {}, object())
     assert writer.save.called
 
