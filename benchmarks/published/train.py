@@ -4,8 +4,9 @@
 
 It is `benchmarks.visual_classification.train` with the row's YAML, into ``runs/published/ROW-seedN``. When it
 has ended, ``benchmarks/published/results/ROW-seedN.json`` holds the accuracy after every round, the clients'
-sizes, the command, the commit and the hardware. A signal ends it after its round with exit code 75; the same
-command goes on. Of the config's keys only ``--runtime.*`` can be given.
+sizes, the command, the commit and the hardware; of a run whose model diverged, the rounds until then. A
+signal ends it after its round with exit code 75; the same command goes on. Of the config's keys only
+``--runtime.*`` can be given.
 """
 
 from __future__ import annotations
@@ -16,16 +17,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.core.code_version import commit
 from benchmarks.core.config.trees import Tree
+from benchmarks.core.facts import hardware
 from benchmarks.published.rows import RESULTS, Row, names, read_row
 from benchmarks.visual_classification import train as vision
 from benchmarks.visual_classification.config import VISION
 from dataset.cli import run as run_command
 from dataset.files import write_json
 from dataset.store.hdf5 import DataFile
+from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import is_main
 
 RUNS = Path("runs") / "published"
+OF_RESULTS = {
+    "arithmetic": "arithmetic",
+    "seconds": "wall_clock_s",
+    "data_sha256": "data_sha256",
+    "config_sha256": "config_sha256",
+    "partition": "partition",
+    "rounds": "rounds",
+}
+"""What is kept of ``results.json``, and its name there."""
 
 
 def run_name(row: Row, seed: int) -> str:
@@ -34,7 +47,7 @@ def run_name(row: Row, seed: int) -> str:
 
 
 def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tree:
-    """What is kept of a run that has ended.
+    """What is kept of a run that has ended, or that ended where its model diverged.
 
     Args:
         row: that was run.
@@ -42,23 +55,20 @@ def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tre
         directory: of the run.
         words: of the command that made it.
     """
-    results: dict[str, Any] = json.loads((directory / "results.json").read_text())
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     curve = {int(line["round"]): float(line["tracked"]["accuracy"]) for line in lines if "tracked" in line}
-    rounds = sorted(number for number in curve if number)
+    rounds = sorted(number for number in curve if number) or [0]
     best = max(rounds, key=lambda number: (curve[number], -number))
+    ended = directory / "results.json"
+    results: dict[str, Any] = json.loads(ended.read_text()) if ended.exists() else {}
     return {
         "row": row.name,
         "seed": seed,
         "command": f"python -m benchmarks.published.train {' '.join(words)}",
-        "commit": results["commit"],
-        "hardware": results["hardware"],
-        "arithmetic": results["arithmetic"],
-        "seconds": results["wall_clock_s"],
-        "data_sha256": results["data_sha256"],
-        "config_sha256": results["config_sha256"],
-        "partition": results["partition"],
-        "rounds": results["rounds"],
+        **({} if results else {"diverged_in_round": int(lines[-1]["round"])}),
+        "commit": results.get("commit") or commit(),
+        "hardware": results.get("hardware") or hardware(),
+        **{key: results[name] for key, name in OF_RESULTS.items() if name in results},
         "best_round": best,
         "best": curve[best],
         "last": curve[rounds[-1]],
@@ -85,10 +95,18 @@ def main(argv: Sequence[str]) -> None:
         absent = source.missing if run.data_path is None else f"--data_path {path}: no such file"
         raise ValueError(f"{absent}: a published row has no stand-in; give --data_path FILE")
     check_maker(path, run.config.data.dataset)
-    vision.main(command)
+    try:
+        vision.main(command)
+    except Diverged:
+        _keep(row, seed, directory, argv)
+        raise
+    _keep(row, seed, directory, argv)
+
+
+def _keep(row: Row, seed: int, directory: Path, words: Sequence[str]) -> None:
     if is_main():
         kept = RESULTS / f"{run_name(row, seed)}.json"
-        write_json(kept, result_of(row, seed, directory, argv))
+        write_json(kept, result_of(row, seed, directory, words))
         print(f"kept {kept}")
 
 

@@ -43,13 +43,17 @@ def scores(row: Row) -> dict[int, float]:
     return found
 
 
-def under_way(row: Row, finished: Sequence[int]) -> str:
-    """How far the runs are that have not ended: ``seed 2 at round 17 of 50``."""
+def remarks(row: Row, finished: Sequence[int]) -> str:
+    """Which finished runs diverged, and how far the others are: ``seed 2 has done 17 rounds``."""
     parts = []
+    for seed in finished:
+        kept = json.loads((rows.RESULTS / f"{train.run_name(row, seed)}.json").read_text())
+        if "diverged_in_round" in kept:
+            parts.append(f"seed {seed} diverged in round {kept['diverged_in_round']}")
     for path in sorted(train.RUNS.glob(f"{row.name}-seed*/metrics.jsonl")):
-        seed = path.parent.name.removeprefix(f"{row.name}-seed")
-        if seed.isdigit() and int(seed) not in finished:
-            parts.append(f"seed {seed} has done {len(path.read_text().splitlines())} rounds")
+        name = path.parent.name.removeprefix(f"{row.name}-seed")
+        if name.isdigit() and int(name) not in finished:
+            parts.append(f"seed {name} has done {len(path.read_text().splitlines())} rounds")
     return ", ".join(parts)
 
 
@@ -85,7 +89,7 @@ def table(asked: Sequence[Row]) -> tuple[str, list[str]]:
     lines, outside = [], []
     for row in asked:
         found = scores(row)
-        lines.append(cells(row, found, under_way(row, list(found))))
+        lines.append(cells(row, found, remarks(row, list(found))))
         outside += [row.name] if lines[-1][-1] == "OUTSIDE" else []
     return markdown_table(HEAD, lines), outside
 

@@ -203,9 +203,13 @@ def check_probabilities(scores: Array) -> None:
         )
 
 
-def diverged(unknown: int, size: int) -> ValueError:
+class Diverged(ValueError):
+    """The scores of a model are no numbers."""
+
+
+def diverged(unknown: int, size: int) -> Diverged:
     """The error for ``unknown`` of ``size`` scores that are NaN."""
-    return ValueError(
+    return Diverged(
         f"{unknown:,} of {size:,} scores are NaN: the model has diverged, try a lower learning rate or "
         "gradient clipping"
     )

@@ -183,14 +183,20 @@ def test_a_row_that_is_not_written_as_one_is_refused(write: Write, values: Any, 
         read_row("made")
 
 
+def made_data(folder: Path) -> Path:
+    """CIFAR-10's layout with a few made images."""
+    write_parquet(CIFAR10, folder / "in")
+    data = folder / "cifar.hdf5"
+    words = ["--output_file", str(data), "--source", str(folder / "in"), "--splits", "none"]
+    assert run(lambda argv: preprocess.main(CIFAR10, argv), words) == 0
+    return data
+
+
 def test_a_row_is_run_kept_and_shown_once(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write()
-    write_parquet(CIFAR10, tmp_path / "in")
-    data = tmp_path / "cifar.hdf5"
-    words = ["--output_file", str(data), "--source", str(tmp_path / "in"), "--splits", "none"]
-    assert run(lambda argv: preprocess.main(CIFAR10, argv), words) == 0
+    data = made_data(tmp_path)
     argv = ["--row", "made", "--seed=4", "--data_path", str(data), "--runtime.progress=false"]
     with sparingly(False):
         assert run(train.main, argv) == 0
@@ -216,6 +222,22 @@ def test_a_row_is_run_kept_and_shown_once(
     assert run(train.main, ["--row", "scrambled", *argv[2:]]) == 2
     said = "made by dataset.cifar10.download_preprocess, but the row is of what python -m dataset.cifar10_pfl"
     assert said in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_is_kept_until_then(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(body=BODY.replace("num_epochs: 1", "num_epochs: 1\n  learning_rate: 1e20"), scored="last round")
+    data = made_data(tmp_path)
+    with sparingly(False):
+        assert run(train.main, ["--row", "made", "--seed=4", "--data_path", str(data)]) == 2
+    assert "the model has diverged" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "results" / "made-seed4.json").read_text())
+    assert kept["diverged_in_round"] == 0
+    assert kept["last"] == kept["curve"][-1]
+    with pytest.raises(SystemExit):
+        run(verify.main, [])
+    assert "| 1 (seed 4 diverged in round 0) |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
