@@ -34,4 +34,6 @@ def privacy_of(group: Group) -> list[str] | None:
         system = known[0].get("simulated_system") or known[0]["as_executed"]
         noise = system.get("noise_multiplier")
     multiplier = f"{noise:.4g}" if isinstance(noise, (int, float)) else "–"
+    if known[0].get("simulated_system"):
+        multiplier += ", of the simulated system"
     return [kind, epsilon, rounded_up(delta), multiplier, bound]

@@ -199,8 +199,8 @@ def _train(
     facts = {"data": dataset_facts(experiment.file), **start_facts(config, module, run.weights)}
     if is_main():
         print(
-            f"training {config.setting} ({experiment.description()}) on {data_path}, device "
-            f"{get_default_device()}, into {files.path}",
+            f"training {config.setting} ({config.model.arch}, {experiment.description()}) on {data_path}, "
+            f"device {get_default_device()}, into {files.path}",
             flush=True,
         )
     inputs = inputs_of(experiment, module, data_path)
