@@ -23,10 +23,8 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
-from pfl_ext import checkpoint
 from pfl_ext.aggregation.norm_bound import BOUNDED
 from pfl_ext.algorithms.algorithm import (
-    Algorithm,
     Choice,
     RunContext,
     Setup,
@@ -35,6 +33,7 @@ from pfl_ext.algorithms.algorithm import (
     trained_bytes,
 )
 from pfl_ext.algorithms.channel import Channel
+from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.algorithms.spooled import LEFT_OUT
 from pfl_ext.backend import cohort_line
 from pfl_ext.devices.fleet import Sent
@@ -210,7 +209,7 @@ class _Watch(TrainingProcessCallback):
         return False, Metrics()
 
 
-class PflLoop(Algorithm[PyTorchModel]):
+class PflLoop(ServerModelAlgorithm):
     """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CentrallyEvaluatedBackend`.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
@@ -244,10 +243,6 @@ class PflLoop(Algorithm[PyTorchModel]):
     def engine(self) -> CohortEngine | None:
         """The engine that trains users; None: pfl's own loop does (perhaps for want of their optimiser)."""
         return self._backend.engine
-
-    def init(self, seed: int) -> PyTorchModel:
-        """The run's model, whose weights were drawn from the run's seed."""
-        return self.context.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Run one round of pfl's loop, with that round's learning rates."""
@@ -305,39 +300,13 @@ class PflLoop(Algorithm[PyTorchModel]):
                 line["users"] = int(line["privacy"]["users"])  # pfl counts the placeholder of an empty cohort
         return line
 
-    def model(self, state: PyTorchModel) -> PyTorchModel:
-        """The state itself."""
-        return state
-
-    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """The tensors of the model, the server's optimiser and the users."""
-        kept = {
-            prefix + name: tensor
-            for prefix, part in self._kept().items()
-            for name, tensor in part.tensors().items()
-        }
-        return checkpoint.model_tensors(state) | kept
-
     @property
     def _channel(self) -> Channel | None:
         return next((stage for stage in self._stages if isinstance(stage, Channel)), None)
 
     def _kept(self) -> dict[str, UserState]:
-        """Further state, by the prefix of its names in a checkpoint."""
         parts = {STATE: self._algorithm.user_state, CHANNEL: self._channel}
         return {prefix: part for prefix, part in parts.items() if part is not None}
-
-    def saved(self) -> None:
-        """From here on, the users' states in that checkpoint are not overwritten."""
-        for part in self._kept().values():
-            part.saved()
-
-    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Restore the model, the server's optimiser and the users' states."""
-        checkpoint.restore_model(state, tensors)
-        for prefix, part in self._kept().items():
-            part.load(checkpoint.part(tensors, prefix))
-        return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """The algorithm's traffic, with the compressed size of the update."""

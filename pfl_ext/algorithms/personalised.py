@@ -33,12 +33,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from dataset.arrays import IntArray
-from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic
+from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, UserState
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.own_images import OwnImages, Scores
 from pfl_ext.algorithms.personal_parts import FILE, UserParts, trained_names
+from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import current, is_main
@@ -64,7 +64,7 @@ class KeptOptions:
     """Most disk, in GB, for the users' states, without old rows that the last two checkpoints still need."""
 
 
-class Personalised(Algorithm[PyTorchModel]):
+class Personalised(ServerModelAlgorithm):
     """Base of algorithms whose users keep a state. Its own state is the server's model and a file of v_i."""
 
     options: ClassVar[type] = KeptOptions
@@ -139,9 +139,9 @@ class Personalised(Algorithm[PyTorchModel]):
             )
 
     def init(self, seed: int) -> PyTorchModel:
-        """The run's model, whose weights were drawn from the run's seed; no user has trained."""
+        """See `ServerModelAlgorithm.init`; no user has trained."""
         self.first = self.layout.flat(self.clients.weights())
-        return self.context.model
+        return super().init(seed)
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Train the cohort, and make a step of the server's optimiser on the mean of the shared updates."""
@@ -217,31 +217,17 @@ class Personalised(Algorithm[PyTorchModel]):
                 print(shown(self.context.model.pytorch_model.task.headline[0], group, found))
         return {"clients": clients}
 
-    def model(self, state: PyTorchModel) -> PyTorchModel:
-        """The server's model."""
-        return state
+    def _kept(self) -> Mapping[str, UserState]:
+        return {USERS: self.parts} | ({} if self.channel is None else {CHANNEL: self.channel})
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
         """The tensors of the model, the server's optimiser and the users."""
-        users = {USERS + name: tensor for name, tensor in self.parts.tensors().items()}
-        errors = {} if self.channel is None else self.channel.tensors()
-        sent = {CHANNEL + name: tensor for name, tensor in errors.items()}
-        return {**checkpoint.model_tensors(state), **users, **sent, SEEN: self.seen}
-
-    def saved(self) -> None:
-        """From here on, the users' states in that checkpoint are not overwritten."""
-        self.parts.saved()
-        if self.channel is not None:
-            self.channel.saved()
+        return {**super().tensors(state), SEEN: self.seen}
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
         """Restore the model, the server's optimiser and the users' states."""
-        checkpoint.restore_model(state, tensors)
-        self.parts.load(checkpoint.part(tensors, USERS))
-        if self.channel is not None:
-            self.channel.load(checkpoint.part(tensors, CHANNEL))
         self.seen = tensors[SEEN].cpu().clone()
-        return state
+        return super().load(state, tensors)
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """The shared variables go down; their compressed update goes up."""

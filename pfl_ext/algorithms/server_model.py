@@ -1,4 +1,4 @@
-"""Base of algorithms that have no state but the server's model and its optimiser."""
+"""Base of algorithms whose state is the server's model and its optimiser, perhaps with a state of users."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm
+from pfl_ext.algorithms.algorithm import Algorithm, UserState
 
 
 class ServerModelAlgorithm(Algorithm[PyTorchModel]):
-    """An algorithm whose rounds change the run's model, and whose checkpoint holds nothing else."""
+    """An algorithm whose rounds change the run's model; a checkpoint holds that and the states of `_kept`."""
 
     def init(self, seed: int) -> PyTorchModel:
         """The run's model, whose weights were drawn from the run's seed."""
@@ -22,11 +22,24 @@ class ServerModelAlgorithm(Algorithm[PyTorchModel]):
         """The state itself."""
         return state
 
+    def _kept(self) -> Mapping[str, UserState]:
+        """Further states, by the prefix of their names in a checkpoint."""
+        return {}
+
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """The tensors of the model and the server's optimiser."""
-        return checkpoint.model_tensors(state)
+        """The tensors of the model, the server's optimiser and the further states."""
+        parts = {prefix: part.tensors() for prefix, part in self._kept().items()}
+        kept = {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
+        return checkpoint.model_tensors(state) | kept
+
+    def saved(self) -> None:
+        """From here on, the users' states in that checkpoint are not overwritten."""
+        for part in self._kept().values():
+            part.saved()
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Restore the model and the server's optimiser."""
+        """Restore the model, the server's optimiser and the further states."""
         checkpoint.restore_model(state, tensors)
+        for prefix, part in self._kept().items():
+            part.load(checkpoint.part(tensors, prefix))
         return state
