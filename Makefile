@@ -9,8 +9,12 @@ HOROVOD := $(VENV)/.horovod
 VARIABLES = ALGORITHM ARGS CONFIG DATA DATASET FAST HOSTS LAUNCHER LOCAL NAMES NNODES NP OUT PYTHON RDZV ROW RUNS \
   SCALE SEED SEEDS SETTINGS SWEEP TASK VENV WEIGHTS
 GIVEN = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
-ifneq ($(filter-out $(VARIABLES) MAKEFLAGS,$(GIVEN)),)
-  $(error there is no variable $(firstword $(filter-out $(VARIABLES) MAKEFLAGS,$(GIVEN))): choose any of $(VARIABLES))
+OTHERS = MAKEFLAGS SHELL CC CXX TMPDIR CUDA_% NCCL_% OMP_% MKL_% TORCH_% HOROVOD_% WANDB_%
+UNKNOWN = $(firstword $(filter-out $(VARIABLES) $(OTHERS),$(GIVEN)))
+ifeq ($(MAKELEVEL),0)
+ifneq ($(UNKNOWN),)
+  $(error there is no variable $(UNKNOWN): choose any of $(VARIABLES))
+endif
 endif
 
 # A DATA that is given must exist. Where none is given, a command takes its data set's file in data/, such as
@@ -45,7 +49,7 @@ help: ## this list
 
 # For federated training: settings of centralised training are named c-*, *-c or *-centralised.
 federated-given:
-	@case '$(CONFIG)' in c-*|*-c|*-centralised) echo "error: CONFIG is '$(CONFIG)', which is centralised training:" \
+	@case '$(CONFIG)' in *.yaml|*/*) ;; c-*|*-c|*-centralised) echo "error: CONFIG is '$(CONFIG)', which is centralised training:" \
 	  "make $(firstword $(subst -, ,$(MAKECMDGOALS)))-c CONFIG=$(CONFIG)" >&2; exit 2;; esac
 
 # For what runs in one process.

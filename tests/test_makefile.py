@@ -170,3 +170,9 @@ def test_fedcvs_data_are_those_of_the_task(words: tuple[str, ...], name: str, tm
     assert f"dataset.{name}.download_preprocess --output_file data/{name}.hdf5" in asked(
         tmp_path, "fedcv-data", *words
     )
+
+
+@pytest.mark.parametrize("word", ["CUDA_VISIBLE_DEVICES=0", "OMP_NUM_THREADS=1", "SHELL=/bin/bash", "CC=gcc"])
+def test_variables_of_other_programs_are_none_of_ours(word: str, tmp_path: Path) -> None:
+    assert make(tmp_path, "flair-fl", "-n", word).returncode == 0
+    assert make(tmp_path, "flair-fl", "-n", "CONFIG=c-mine.yaml").returncode == 0

@@ -46,7 +46,7 @@ from pfl_ext.engine.card import ieee_float32
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, merged
-from pfl_ext.workers.distributed import connected, current, is_main
+from pfl_ext.workers.distributed import connected, current, from_main, is_main
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"
 """The environment variable from which pfl takes its device."""
@@ -136,7 +136,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
     config = run.config
     if config.mode == "centralised" and current() is not None:
         raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
-    directory = directory_of(run, data_path)
+    directory = Path(from_main(str(directory_of(run, data_path)) if is_main() else None))
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--run_dir {directory} is a file: choose another")
     if is_main():

@@ -19,7 +19,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.features import Inputs
 from dataset.arrays import IntArray
-from dataset.store.index import owner
+from dataset.store.index import in_another_split
 from pfl_ext.algorithms.own_images import Scores
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.schedule import longest_first
@@ -43,6 +43,8 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
     """
     partition, train = experiment.partition(), inputs.split("train")
     trained = set(train.user_ids if partition is None else partition.user_ids)
+    if experiment.protected().partition is None:  # images of val and test may be theirs, too
+        trained |= {in_another_split(user, split) for user in tuple(trained) for split in ("val", "test")}
     module, found = model.pytorch_model, {}
     for kind, splits in ORDER.items():
         for name in splits:
@@ -60,7 +62,7 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
 
 def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:
     """The numbers of the users with images, who have training images, or have none."""
-    kind = np.array([(owner(user, trained) in trained) == seen for user in store.user_ids], bool)
+    kind = np.array([(user in trained) == seen for user in store.user_ids], bool)
     return np.flatnonzero(kind & (np.diff(store.user_offsets) > 0)).astype(np.int64)
 
 

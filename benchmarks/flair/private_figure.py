@@ -82,7 +82,7 @@ def read_private(directory: Path) -> RunRecord:
 
 def table(runs: Sequence[RunRecord]) -> str:
     """Finished runs by budget: scores of the best model in percent; over a run's rounds, the median
-    signal-to-noise ratio, the mean fraction clipped, and the last clipping bound. RunContext of seeds.
+    signal-to-noise ratio, the mean fraction clipped, and the last clipping bound. Means of seeds.
     """
     rows, groups = [], by_budget(runs)
     for local, epsilon in sorted(groups, key=lambda budget: (budget[0], -budget[1])):

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.core.code_version import commit
-from benchmarks.core.config.trees import Tree
+from benchmarks.core.config.digests import tree_digest
+from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.facts import hardware
 from benchmarks.published.rows import RESULTS, Row, names, read_row
 from benchmarks.visual_classification import train as vision
@@ -65,7 +66,7 @@ def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tre
         "row": row.name,
         "seed": seed,
         "command": f"python -m benchmarks.published.train {' '.join(words)}",
-        **({} if results else {"diverged_in_round": int(lines[-1]["round"])}),
+        **({} if results else _of_a_diverged_run(directory, int(lines[-1]["round"]))),
         "commit": results.get("commit") or commit(),
         "hardware": results.get("hardware") or hardware(),
         **{key: results[name] for key, name in OF_RESULTS.items() if name in results},
@@ -73,6 +74,14 @@ def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tre
         "best": curve[best],
         "last": curve[rounds[-1]],
         "curve": [curve[number] for number in rounds],
+    }
+
+
+def _of_a_diverged_run(directory: Path, number: int) -> Tree:
+    return {
+        "diverged_in_round": number,
+        "data_sha256": json.loads((directory / "checkpoint" / "data.json").read_text())["sha256"],
+        "config_sha256": tree_digest(read_yaml(directory / "config.yaml")),
     }
 
 

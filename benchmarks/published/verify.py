@@ -57,14 +57,14 @@ def remarks(row: Row, finished: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-def verdict(row: Row, values: Sequence[float]) -> str:
-    """Whether the mean of our runs is within the row's band, in words."""
+def verdict(row: Row, values: Sequence[float], diverged: bool) -> str:
+    """Whether the mean of our runs is within the row's band, in words; never where one has diverged."""
     if not values:
         return "no run"
     if row.band is None:
         return "nothing published"
     low, high = row.band
-    return "within" if low <= fmean(values) <= high else "OUTSIDE"
+    return "within" if low <= fmean(values) <= high and not diverged else "OUTSIDE"
 
 
 def cells(row: Row, found: dict[int, float], more: str) -> list[str]:
@@ -81,7 +81,16 @@ def cells(row: Row, found: dict[int, float], more: str) -> list[str]:
         off = fmean(values) - row.published
         difference = f"{off:+.2f}" + (f" = {off / row.deviation:+.1f} sd" if row.deviation else "")
     n = str(len(values)) + (f" ({more})" if more else "")
-    return [row.name, row.scored, published, band, ours, n, difference, verdict(row, values)]
+    return [
+        row.name,
+        row.scored,
+        published,
+        band,
+        ours,
+        n,
+        difference,
+        verdict(row, values, "diverged" in more),
+    ]
 
 
 def table(asked: Sequence[Row]) -> tuple[str, list[str]]:

@@ -1,5 +1,5 @@
 """FedCOF: a head from the classes' covariances, which are estimated from users' class means
-(Salami et al. 2024, "Closed-Form Feature-Based Federated Learning from Class RunContext", arXiv 2412.14326).
+(Salami et al. 2024, "Closed-Form Feature-Based Federated Learning from Class Means", arXiv 2412.14326).
 
 For each class c of which user k has images, it sends their number ``n_kc`` and the mean of their features
 ``mu_kc``. The users' means vary about the class mean as images do, with ``1 / n_kc`` of their variance:

@@ -18,8 +18,9 @@ Learning of Neural Networks", arXiv 1905.12022). It may find neurons that only s
 further global neurons, with the mean of the users that have them. In the paper the network grows. Here it
 has its final shape from the start, of which ``room`` is empty at first: these neurons have weights of 0,
 in and out, which training leaves at 0. So ``room 0.1`` with vgg9 begins with nine tenths of each hidden layer
-and grows to at most the whole. With ``room 0`` all global neurons have a neuron of every user, and the
-process's sigma, sigma0 and gamma have no effect.
+and grows to at most the whole. How much it grows is up to gamma and sigma: with 1 for all, as in the paper's
+code, the neurons of users who began alike are all matched, and nothing grows. With ``room 0`` all global
+neurons have a neuron of every user, and the process's sigma, sigma0 and gamma have no effect.
 
 Each user has a network of its own, so the users of the first cohort stay from the first round to the last.
 Set ``federated.cohort_size`` to the number of users for all of them. Between two rounds the scored model has
@@ -41,7 +42,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import numpy as np
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -63,8 +64,14 @@ from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 BACKBONE = "backbone."
+COPIES = 7
+"""Networks in memory for each user at most: before and after training, the update, one reordered, and the
+neurons of a layer in float64."""
 NUMBER = 4
 """Size in bytes of a neuron's place in a layer, and of a class count."""
+
+
+Deviation = Annotated[float, Field(ge=1e-6, le=1e6)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -75,11 +82,11 @@ class FedMAOptions:
     """Most times that all users' neurons are matched again, after the first matching of each."""
     room: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each hidden layer that is empty at first, for neurons that only some users have."""
-    sigma: PositiveFloat = Belief.sigma
+    sigma: Deviation = Belief.sigma
     """Standard deviation of users' weights around those of their global neuron."""
-    sigma0: PositiveFloat = Belief.sigma0
+    sigma0: Deviation = Belief.sigma0
     """Standard deviation of the global neurons' weights, whose mean is 0."""
-    gamma: PositiveFloat = Belief.gamma
+    gamma: Annotated[float, Field(ge=1e-6, le=1e9)] = Belief.gamma
     """Mass of the Beta-Bernoulli process: the larger, the more neurons that only some users have."""
 
     @property
@@ -127,7 +134,13 @@ class FedMA(Algorithm[Networks]):
                     f"federated.options.{field.name} has no effect where no neuron can be added: remove "
                     "it, or set federated.options.room"
                 )
-        layers = len(layers_of(setup.module.backbone, BACKBONE))
+        *hidden, last = layers_of(setup.module.backbone, BACKBONE)
+        layers = len([*hidden, last])
+        if options.room and not any(int(options.room * layer.neurons) for layer in hidden):
+            raise ValueError(
+                f"federated.options.room is {options.room:g}, less than a neuron in each layer of this "
+                "network: raise it, or set it to 0"
+            )
         if setup.num_rounds % layers:
             nearest = max(1, round(setup.num_rounds / layers)) * layers
             raise ValueError(
@@ -135,7 +148,7 @@ class FedMA(Algorithm[Networks]):
                 f"federated.num_rounds to a multiple of {layers}, such as {nearest}"
             )
         refuse_beyond_memory(
-            3 * setup.cohort_size * trained_bytes(setup.module),
+            COPIES * setup.cohort_size * trained_bytes(setup.module),
             f"fedma keeps a network of each of {setup.cohort_size:,} users",
             "lower federated.cohort_size",
         )

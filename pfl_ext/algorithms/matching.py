@@ -201,6 +201,7 @@ def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 def by_neuron(tensors: Sequence[Tensor], shares: FloatArray) -> Tensor:
     """The mean of users' tensors ``[N, ...]`` whose weights ``[J, N]`` are each neuron's own."""
-    rows = torch.stack([tensor.double().cpu() for tensor in tensors])  # [J, N, ...]
-    weights = torch.from_numpy(shares).view(*shares.shape, *[1] * (rows.ndim - 2))
-    return (rows * weights).sum(0).to(tensors[0])
+    total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for own, tensor in zip(torch.from_numpy(shares), tensors):
+        total += tensor.double().cpu() * own.view(-1, *[1] * (tensor.ndim - 1))
+    return total.to(tensors[0])

@@ -142,21 +142,23 @@ class Availability:
         self._period = period
 
     def on(self, users: IntArray, seconds: float | FloatArray) -> BoolArray:
-        """Whether these users ``[n]`` are on at one time, or each at its own time; found by bisection."""
-        rounding = self._rounding(seconds)
-        devices = self._device[users]
-        t = np.broadcast_to(np.mod(seconds + rounding, self._period), users.shape)
+        """Whether these users ``[n]`` are on at one time, or each at its own time.
+
+        Times may be off by their rounding, as those of `next_on` are.
+        """
+        rounding = np.asarray(4 * np.spacing(np.maximum(seconds, self._period)))
+        return self._on(users, seconds, rounding) | self._on(users, seconds + rounding, rounding)
+
+    def _on(self, users: IntArray, seconds: float | FloatArray, rounding: FloatArray) -> BoolArray:
+        """By bisection."""
+        devices, t = self._device[users], np.broadcast_to(np.mod(seconds, self._period), users.shape)
         low, high = np.where(devices > 0, self._ends[devices - 1], 0), self._ends[devices]
         first = low
         while (low < high).any():
             middle = (low + high) // 2
             begun = (low < high) & (self._times[np.minimum(middle, len(self._times) - 1), 0] <= t)
             low, high = np.where(begun, middle + 1, low), np.where(begun, high, middle)
-        return np.asarray((low > first) & (t <= self._times[low - 1, 1] + 2 * rounding))
-
-    def _rounding(self, seconds: float | FloatArray) -> FloatArray:
-        """A bound of the rounding of times since the start; with it `on` holds at each time of `next_on`."""
-        return np.asarray(4 * np.spacing(np.maximum(seconds, self._period)))
+        return np.asarray((low > first) & (t <= self._times[low - 1, 1] + rounding))
 
     def next_on(self, seconds: float) -> float:
         """The first time from ``seconds`` on at which any user's device is switched on."""

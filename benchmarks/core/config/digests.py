@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +30,8 @@ def config_tree(config: TrainingConfig) -> Tree:
     for key, neutral in YOUNGER.items():
         flat = dotted(tree)
         if key in flat and flat[key] == neutral:
-            head, _, name = key.partition(".")
-            del (tree[head] if name else tree)[name or head]
+            *sections, name = key.split(".")
+            del functools.reduce(operator.getitem, sections, tree)[name]
     for section in YOUNG_SECTIONS:
         if not tree[section]:
             del tree[section]

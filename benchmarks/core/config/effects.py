@@ -149,8 +149,6 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.cap", "local.max_images is none", "give local.max_images")
     if not local.shuffle:
         yield Idle("local.reshuffle", "local.shuffle is false", "set local.shuffle to true")
-    if local.num_epochs == 1:
-        yield Idle("local.straddle local.reshuffle", "local.num_epochs is 1", "set local.num_epochs to 2")
     if local.max_grad_norm is None:
         yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
     yield from _idle_in_schedule("local", local)

@@ -53,6 +53,10 @@ YOUNGER = {
     "attack.kind": HONEST,
     "attack.options": None,
     "attack.share": 0.2,
+    "federated.options.room": 0.0,
+    "federated.options.sigma": 1.0,
+    "federated.options.sigma0": 1.0,
+    "federated.options.gamma": 1.0,
     **YOUNG_SCHEDULES,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""

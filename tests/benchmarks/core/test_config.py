@@ -295,12 +295,6 @@ IDLE = [
         ["--federated.algorithm=fedncm", "--evaluation.best_by=last", "--runtime.check_engine=false"],
         "runtime.check_engine has no effect where federated.algorithm is fedncm",
     ),
-    (FLAIR, ["--local.num_epochs=1", "--local.straddle=false"], "has no effect where local.num_epochs is 1"),
-    (
-        VISION,
-        ["--local.num_epochs=1", "--local.reshuffle=false"],
-        "has no effect where local.num_epochs is 1",
-    ),
     (FLAIR, ["--runtime.project=mine"], "has no effect where runtime.track is none"),
     (FLAIR, ["--local.virtual_size=64"], "set federated.weighting to users"),
     (VISION, ["--local.virtual_size=64"], "set federated.weighting to users"),

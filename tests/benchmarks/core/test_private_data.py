@@ -49,6 +49,24 @@ def test_users_of_two_splits_are_not_protected(
     assert not (tmp_path / "run").exists()
 
 
+def test_clients_of_a_drawn_partition_are_other_owners(tmp_path: Path, photos: Path) -> None:
+    """Their names are numbers, as users' names may be."""
+    places = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.*"))
+    lines = [f"{place},{number % 6},{CLASSES[number % 3]}" for number, place in enumerate(places)]
+    (tmp_path / "labels.csv").write_text("\n".join(["path,client,label", *lines]))
+    words = f"folder --images {photos} --labels {tmp_path / 'labels.csv'} {BY_USERS}"
+    file = convert(words, tmp_path / "numbers.hdf5")
+    more = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
+    private = (
+        "--local_privacy.epsilon=4",
+        "--federated.weighting=users",
+        "--data.partition=iid-clients-4-seed-0",
+    )
+    where = (f"--data_path={file}", f"--run_dir={tmp_path / 'run'}", "--model.input_size=20")
+    with sparingly(draw=False):
+        assert run(main, (*more, *TWO_USERS, *private, *where)) == 0
+
+
 def test_they_count_as_seen_where_users_are_scored_by_themselves(by_images: Path, tmp_path: Path) -> None:
     words = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
     run_words = (

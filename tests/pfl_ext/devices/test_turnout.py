@@ -228,6 +228,8 @@ def test_the_next_time_of_a_device_is_one_at_which_it_is_on(tmp_path: Path) -> N
             assert found.on(users, begins).all(), (device, start)
             assert not found.on(users, begins - 1e-3).any() or start >= begins - 1e-3
             assert begins >= start
+    path.write_text("client,on,off\nu,3540.7,3600\n")
+    assert Availability(path, 3600.0, ["u"], seed=0).on(users, np.nextafter(3600.0, 0)).all()
 
 
 def test_cohorts_are_of_devices_that_are_on_at_their_start_and_end(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from tests.pfl_ext.privacy.private_worker import BOUND, ROUNDS, SIZE, USERS, mec
 pytestmark = pytest.mark.xdist_group("private workers")
 """One process runs them all: they look at one launch."""
 
-RunContext = np.ndarray[Any, np.dtype[np.float32]]
+Means = np.ndarray[Any, np.dtype[np.float32]]
 NAMES = list(mechanisms())
 
 
 @pytest.fixture(scope="module")
-def by_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RunContext]]:
+def by_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Means]]:
     """What each of two workers handed to its model, by mechanism."""
     out = tmp_path_factory.mktemp("workers")
     words = command("torchrun", 2, "tests.pfl_ext.privacy.private_worker", str(out))
@@ -39,7 +39,7 @@ def expected_std(name: str, round_number: int) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_workers_noise_the_mean_once(name: str, by_worker: dict[str, list[RunContext]]) -> None:
+def test_two_workers_noise_the_mean_once(name: str, by_worker: dict[str, list[Means]]) -> None:
     """Not once each: the variance would be twice that. Within 1 % over 450,000 draws."""
     means = by_worker[name]
     assert np.array_equal(means[0], means[1])
@@ -50,7 +50,7 @@ def test_two_workers_noise_the_mean_once(name: str, by_worker: dict[str, list[Ru
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_workers_release_what_one_releases(name: str, by_worker: dict[str, list[RunContext]]) -> None:
+def test_two_workers_release_what_one_releases(name: str, by_worker: dict[str, list[Means]]) -> None:
     """The same noise on the same mean of all users, of whom each worker saw half."""
     alone = rounds_of(mechanisms()[name])
     assert np.allclose(by_worker[name][0], alone, rtol=0, atol=1e-6)
