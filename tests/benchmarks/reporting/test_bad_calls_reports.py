@@ -121,16 +121,8 @@ CALLS = [
     ("sweep", "--local=true", "the sweep comes first"),
     ("vision", "nowhere", "nowhere is no directory"),
     ("vision", "empty", "empty holds no run"),
-    (
-        "vision",
-        "half",
-        "half holds no whole run (it is a run of benchmarks.flair, not of benchmarks.visual",
-    ),
-    (
-        "vision",
-        "whole",
-        "whole holds no whole run (it is a run of benchmarks.flair, not of benchmarks.visual",
-    ),
+    ("vision", "half", "no finished run of visual classification in half: 1 run of benchmarks.flair"),
+    ("vision", "whole", "no finished run of visual classification in whole: 1 run of benchmarks.flair"),
     ("vision", "vision_cut", "vision_cut holds no whole run"),
     ("vision", "vision --rounds=a", "--rounds: 'a': give whole numbers"),
     ("vision", "vision --batches=", "--batches: '': give whole numbers"),
