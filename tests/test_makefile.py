@@ -144,9 +144,9 @@ def test_fast_leaves_out_what_is_listed_as_slow_and_nothing_else() -> None:
 
 
 def test_a_variable_that_no_command_reads_is_refused(tmp_path: Path) -> None:
-    done = make(tmp_path, "flair-fl", "CONFG=fl-f-17")
+    done = make(tmp_path, "flair-fl", "CONFI=fl-f-17")
     assert done.returncode == 2
-    assert "there is no variable CONFG: choose any of ALGORITHM ARGS CONFIG" in done.stderr
+    assert "there is no variable CONFI: choose any of ALGORITHM ARGS CONFIG" in done.stderr
     assert not (tmp_path / "asked").exists()
 
 
