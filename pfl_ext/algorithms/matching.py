@@ -155,6 +155,7 @@ def matched(users: Sequence[Neurons], passes: int, belief: Belief) -> list[Place
         own = users[user][found[user]]
         total[:] += sign * own
         holders[:] += sign * alive(own)
+        total[holders == 0] = 0  # without what rounding leaves
 
     for user in range(1, len(users)):
         place(user)
