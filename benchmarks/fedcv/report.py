@@ -87,7 +87,7 @@ def cells(task: type[Experiment[Any]], runs: Sequence[RunRecord]) -> tuple[str, 
     users = [_mean_of_users(run, score) for run in runs]
     return (
         setting,
-        str(len(runs)),
+        ", ".join(str(run.seed) for run in runs),
         score,
         spread([run.outcome["test"][score] for run in runs]),
         spread(users),

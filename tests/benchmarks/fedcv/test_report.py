@@ -34,7 +34,7 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
     capsys.readouterr()
     assert run(report.main, [str(tmp_path), f"--output_dir={tmp_path / 'report'}"]) == 0
     said = capsys.readouterr().out
-    assert "| cifar100-efficientnet-c | 2 | accuracy | " in said
+    assert "| cifar100-efficientnet-c | 0, 1 | accuracy | " in said
     assert "centralised.num_epochs: 400 -> 1" in said
     assert f"{tmp_path / 'other'} holds no whole run" in said
     assert (tmp_path / "report" / "report.csv").read_text().startswith("setting,seeds,score,")
