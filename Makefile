@@ -197,7 +197,7 @@ vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR'
 
 DATA_segmentation   = camvid
 DATA_detection      = street
-DATA_classification = cifar100
+DATA_classification = $(if $(ALGORITHM),cifar10,cifar100)
 FEDCV_DATASET = $(if $(filter file,$(origin DATASET)),$(DATA_$(TASK)),$(DATASET))
 fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes with ARGS="--source DIR"
 	$(PY) -m dataset.$(FEDCV_DATASET).download_preprocess --output_file data/$(FEDCV_DATASET).hdf5 $(ARGS)

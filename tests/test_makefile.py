@@ -164,7 +164,13 @@ def test_centralised_settings_are_for_other_targets(target: str, config: str, tm
 
 
 @pytest.mark.parametrize(
-    "words, name", [((), "camvid"), (("TASK=detection",), "street"), (("DATASET=voc",), "voc")]
+    "words, name",
+    [
+        ((), "camvid"),
+        (("TASK=detection",), "street"),
+        (("DATASET=voc",), "voc"),
+        (("ALGORITHM=dsgd",), "cifar10"),
+    ],
 )
 def test_fedcvs_data_are_those_of_the_task(words: tuple[str, ...], name: str, tmp_path: Path) -> None:
     assert f"dataset.{name}.download_preprocess --output_file data/{name}.hdf5" in asked(

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import h5py
 import numpy as np
 import pytest
 
+from benchmarks.compare.groups import Group
+from benchmarks.compare.privacy import privacy_of
+from benchmarks.core.privacy_statement import USERS, central_paragraph, local_paragraph
+from benchmarks.flair.config import FLAIR
 from benchmarks.flair.report import collect, markdown
+from benchmarks.reporting.runs import finished_run
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import owner
+from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.local import LocalPrivacyConfig
 from tests.benchmarks.conftest import train_into
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.sparing import sparingly
@@ -131,6 +140,27 @@ def test_a_table_says_of_a_seeded_run_that_it_protects_nobody(tmp_path: Path) ->
     make_run(tmp_path / "a", "pfl-r-17")
     path = tmp_path / "a" / "privacy.json"
     statement = json.loads(path.read_text())
-    assert "NO PROTECTION" not in markdown(collect([tmp_path]))
+
+    def tables() -> tuple[str, str]:
+        """The report of the benchmark, and the kind of guarantee in `benchmarks.compare`."""
+        run = finished_run(tmp_path / "a", FLAIR)
+        found = privacy_of(cast(Group, SimpleNamespace(runs=[run], finished=[run])))
+        assert found is not None
+        return markdown(collect([tmp_path])), found[0]
+
+    assert not any("protection" in text.lower() for text in tables())
     path.write_text(json.dumps({**statement, "seeded_for_research_only": True}))
-    assert "NO PROTECTION, noise from the seed; epsilon 2 at delta" in markdown(collect([tmp_path]))
+    report, kind = tables()
+    assert "NO PROTECTION, noise from the seed; epsilon 2 at delta" in report
+    assert kind == "central, noise from the seed: no protection"
+
+
+def test_the_paragraph_of_a_seeded_run_begins_with_that() -> None:
+    made = PrivacyConfig(epsilon=2.0).calibrate(9, 9, 1)
+    assert central_paragraph(made, USERS, True).startswith(
+        "This run protects nobody: its noise was drawn from the run"
+    )
+    assert "protects nobody" not in central_paragraph(made, USERS, False)
+    local = LocalPrivacyConfig(epsilon=4.0, delta=1e-3)
+    assert local_paragraph(local, USERS, 3, 2, 5.0, True).startswith("This run protects nobody")
+    assert "protects nobody" not in local_paragraph(local, USERS, 3, 2, 5.0, False)
