@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -151,7 +152,7 @@ def test_trials_run_side_by_side_on_their_own_devices(doubled: Callable[..., Loc
     assert spans[1][0] < spans[0][1]  # the second began before the first ended
     for device in ("cpu:0", "cpu:1"):
         own = sorted(span for span, on in zip(spans, devices, strict=True) if on == device)
-        assert all(ended <= started for (_, ended), (started, _) in zip(own, own[1:]))
+        assert all(ended <= started for (_, ended), (started, _) in itertools.pairwise(own))
 
 
 def test_a_trial_is_a_fork_that_leaves_nothing_behind(doubled: Callable[..., LocalSweep]) -> None:
