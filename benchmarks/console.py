@@ -1,4 +1,4 @@
-"""An installed package's commands: ``fl-data``, ``fl-train``, ``fl-report``, ``fl-sweep``, ``fl-doctor``.
+"""An installed package's commands: ``fl-data``, ``fl-train``, ``fl-report``, ``fl-predict``, and more.
 
 Each is the module that ``python -m`` runs from a checkout, found by its name: ``fl-train flair --config
 fl-r-17`` is ``python -m benchmarks.flair.train --config fl-r-17``. Without a name they list what there is.
@@ -66,6 +66,12 @@ def fl_report() -> int:
 def fl_sweep() -> int:
     """Run a sweep."""
     runpy.run_module("benchmarks.sweep", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def fl_predict() -> int:
+    """Write down what a trained model says about images."""
+    runpy.run_module("benchmarks.predict", run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -149,7 +149,7 @@ def test_a_command_lists_what_it_can_do_and_refuses_the_rest(
 ) -> None:
     function = getattr(console, PROJECT["scripts"][program].partition(":")[2])
     monkeypatch.setattr(sys, "argv", [program, "--help"])
-    if program in ("fl-sweep", "fl-doctor"):
+    if program in ("fl-predict", "fl-sweep", "fl-doctor"):
         with pytest.raises(SystemExit):
             function()
         return
@@ -182,6 +182,11 @@ def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Pat
     for program, words in (("fl-data", data.split()), ("fl-train", ["flair", *SMALL, "--run_dir=runs/one"])):
         command = [str(home / "bin" / program), *words]
         subprocess.run(command, cwd=work, env=environment, check=True, timeout=300)
+    words = ["runs/one", "--output=p.csv"]
+    subprocess.run(
+        [str(home / "bin" / "fl-predict"), *words], cwd=work, env=environment, check=True, timeout=300
+    )
+    assert (work / "p.csv").read_text().startswith("user,image,truth,predicted,")
     (results,) = work.glob("runs/*/results.json")
     assert json.loads(results.read_text())["commit"] == f"flair-on-pfl {PROJECT['version']}"
     stub = tmp_path / "stub" / "h5py.py"

@@ -279,6 +279,7 @@ def _write_results(
         plots.privacy_curves(history, title, directory / "plots" / "privacy.png")
     results = {
         "setting": config.setting,
+        "classes": list(experiment.class_names),
         "dataset": str(data_path),
         "seed": config.seed,
         "rounds": recorder.num_steps,

@@ -93,9 +93,21 @@ class Experiment(ABC, Generic[C]):
             ValueError: when the file has no such images.
         """
 
+    @property
     @abstractmethod
+    def class_names(self) -> Sequence[str]:
+        """What the network has outputs for, in their order."""
+
+    @classmethod
+    @abstractmethod
+    def task_of(cls, config: C, num_classes: int) -> Task:
+        """What a run of this config learns."""
+
     def module(self) -> ImageClassifier:
-        """The network before its first step."""
+        """The network before its first step, with outputs for each class."""
+        num_classes = len(self.class_names)
+        task = self.task_of(self.config, num_classes)
+        return build_model(self.config, num_classes, self.run.weights, task, self.split)
 
     scores_users: ClassVar[bool] = False
     """Whether users of val and test are scored one by one by `benchmarks.core.single_users`."""

@@ -40,7 +40,7 @@ noise is in the budget, and the bound follows from it."""
 PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy")
 """What a line of metrics.jsonl holds in public mode, besides its number."""
 PUBLIC_RESULTS = (
-    "setting", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step",
+    "setting", "classes", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step",
     "per_class_ap", "per_class_ap50", "per_class_accuracy", "per_class_iou", "prevalence", "per_user",
     "weights", "parameters", "trainable_parameters", "norm", "start_probe", "hardware", "arithmetic",
     "commit", "torch", "config_sha256", "model_sha256", "model_probe",

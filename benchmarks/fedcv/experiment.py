@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from benchmarks.core.clients import data_source, drawn_partition, protected_unit
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.experiment import Experiment, build_model
+from benchmarks.core.experiment import Experiment
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.arrays import Float32Array, IntArray
@@ -30,8 +29,6 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
 from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.tasks.task import Task
 
 C = TypeVar("C", bound=TrainingConfig)
 SHOWN, OF_USERS = 8, 4
@@ -91,15 +88,10 @@ class OfAnnotatedImages(Experiment[C]):
         """Images with their annotations."""
         return self.view.split("test" if (name, self.followed) == ("val", "tracked") else name)
 
-    @abstractmethod
-    def task(self, num_classes: int) -> Task:
-        """What is learnt."""
-
-    def module(self) -> ImageClassifier:
-        """A network with outputs for each class."""
-        num_classes = len(self.view.label_names)
-        task = self.task(num_classes)
-        return build_model(self.config, num_classes, self.run.weights, task, self.split)
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes."""
+        return self.view.label_names
 
     def protected(self) -> ProtectedUnit:
         """The file's users, or the clients of a partition."""

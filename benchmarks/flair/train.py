@@ -22,7 +22,7 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
-from benchmarks.core.experiment import Experiment, build_model
+from benchmarks.core.experiment import Experiment
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.flair import results as flair_results
@@ -33,7 +33,6 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.algorithms.per_user import users_with
 from pfl_ext.data.federated_dataset import Partition, iid_partition
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
@@ -69,10 +68,15 @@ class Flair(Experiment[Config]):
         """Images with their label sets."""
         return self.task.split(name)
 
-    def module(self) -> ImageClassifier:
-        """A network with an output for each label."""
-        num_labels, weights = len(self.task.label_names), self.run.weights
-        return build_model(self.config, num_labels, weights, MultiLabel(), self.split)
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The labels."""
+        return self.task.label_names
+
+    @classmethod
+    def task_of(cls, config: Config, num_classes: int) -> MultiLabel:
+        """Any number of labels an image."""
+        return MultiLabel()
 
     def partition(self) -> Partition | None:
         """The images dealt at random, with ``data.partition: iid``."""

@@ -22,7 +22,7 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.clients import data_source, drawn_partition, protected_unit
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
-from benchmarks.core.experiment import Experiment, build_model
+from benchmarks.core.experiment import Experiment
 from benchmarks.core.mini import CLASSES, CLASSES_FILE, DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results as vision_results
@@ -31,7 +31,6 @@ from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
 
 
@@ -66,10 +65,15 @@ class VisualClassification(Experiment[Config]):
         """Images with their classes; val is what is followed over the rounds."""
         return self.task.split(self.config.data.scored if name == "val" else name)
 
-    def module(self) -> ImageClassifier:
-        """A network with an output for each class."""
-        num_labels, weights = len(self.task.label_names), self.run.weights
-        return build_model(self.config, num_labels, weights, SingleLabel(), self.split)
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes."""
+        return self.task.label_names
+
+    @classmethod
+    def task_of(cls, config: Config, num_classes: int) -> SingleLabel:
+        """One class an image."""
+        return SingleLabel()
 
     def protected(self) -> ProtectedUnit:
         """See `protected_unit`."""

@@ -284,7 +284,7 @@ class SingleLabelView(_View):
         self.file.label_mapping(self.taxonomy)
         names = self.partition_names
         if self.dealt is None and self.partition is not None and known_as(self.partition, names) not in names:
-            known = ", ".join(self.partition_names) or "none, only users of its own"
+            known = ", ".join(self.partition_names) or "none, only users of its own (partition none)"
             known += ", and drawn ones, such as lda-0.1-clients-100-seed-0"
             raise ValueError(f"{self.file.path} has no partition {self.partition!r}; there are {known}")
         if not 0 <= self.val_share < 1:

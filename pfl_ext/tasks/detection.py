@@ -114,10 +114,14 @@ class Detection(Task):
 
         All boxes are in pixels of the network's input, in which they are compared.
         """
-        each = self.found(outputs)
-        kept = torch.stack(each) if each else outputs.new_empty((0, MOST, COLUMNS))
+        kept = self.predicted(outputs)
         kept[outputs.isnan().flatten(1).any(1), :, SCORE] = torch.nan
         return self.image_losses(outputs, targets).double(), torch.cat([kept, targets], 1)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """The detections in the form of `listed`, ``[B, D, 6]``, in pixels of the network's input."""
+        each = self.found(outputs)
+        return torch.stack(each) if each else outputs.new_empty((0, MOST, COLUMNS))
 
     def found(self, outputs: Tensor) -> list[Tensor]:
         """The detections of each image in the form of `listed`, best first."""

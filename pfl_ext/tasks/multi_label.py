@@ -41,7 +41,11 @@ class MultiLabel(Task):
         """The binary cross-entropies, and the labels' probabilities ``[B, K]`` float32."""
         logits = outputs.float()
         losses = F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none")
-        return losses.double().mean(1), torch.sigmoid(logits)
+        return losses.double().mean(1), self.predicted(outputs)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """The labels' probabilities, ``[B, K]`` float32."""
+        return torch.sigmoid(outputs.float())
 
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]

@@ -93,6 +93,10 @@ class Segmentation(Task):
         counts = torch.bincount(cells[known], minlength=length).view(len(targets), self.num_classes, width)
         return _image_losses(outputs, targets).double(), counts
 
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """The class of each pixel, ``[B, S, S]`` uint8."""
+        return outputs.argmax(1).to(torch.uint8)
+
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
     ) -> Confusion:

@@ -60,6 +60,10 @@ class SingleLabel(WeightedTask):
         losses = _cross_entropies(outputs, targets).double()
         return losses, torch.where(outputs.isnan().any(1), UNKNOWN, outputs.argmax(1))
 
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """The classes' probabilities, ``[B, K]`` float32."""
+        return torch.softmax(outputs.float(), 1)
+
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
     ) -> ClassCounts:

@@ -102,6 +102,10 @@ class Task(ABC):
             Each image's loss, ``[B]`` float64, and the predictions that `statistics` needs, ``[B, ...]``.
         """
 
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """What people read of a network's outputs, ``[B, ...]``; here the outputs themselves."""
+        return outputs
+
     @abstractmethod
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]

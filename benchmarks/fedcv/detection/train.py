@@ -60,9 +60,10 @@ class FederatedDetection(OfAnnotatedImages[Config]):
             self.final_splits, self.followed = ("test",), "tracked"
         super().__init__(run, file)
 
-    def task(self, num_classes: int) -> Task:
+    @classmethod
+    def task_of(cls, config: Config, num_classes: int) -> Task:
         """A box for each object, by the losses of the network's detector."""
-        return task_of(self.config.model.arch, Detection)(num_classes)
+        return task_of(config.model.arch, Detection)(num_classes)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """AP of each class, scores of each user, the partition; and a picture of some boxes.

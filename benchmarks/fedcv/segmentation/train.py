@@ -50,7 +50,8 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
     scores = ("loss", "mIoU", "fwIoU", "pixel accuracy", "class accuracy")
     view_of, mini = MaskView, Mini("masks", MINI, write_masked)
 
-    def task(self, num_classes: int) -> Segmentation:
+    @classmethod
+    def task_of(cls, config: Config, num_classes: int) -> Segmentation:
         """A class for each pixel."""
         return Segmentation(num_classes)
 

@@ -19,14 +19,13 @@ from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.privacy_rules import OF_THE_DATA, Rule
 from benchmarks.core.config.sections import ImageConfig, TrainingConfig
 from benchmarks.core.execute import main as train
-from benchmarks.core.experiment import Experiment, build_model
+from benchmarks.core.experiment import Experiment
 from dataset.arrays import ByteArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Annotations
 from pfl_ext.data.transforms import Framing
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.task import Task
 
@@ -90,7 +89,7 @@ class Config(TrainingConfig):
 
 class Rotation(Experiment[Config]):
     benchmark = Benchmark(Config, Path(__file__).parent, "rotation")
-    headline, scores = Turn.headline, ("loss", *Turn.headline)
+    headline, scores, class_names = Turn.headline, ("loss", *Turn.headline), ("turn",)
 
     def description(self) -> str:
         return f"turns of up to {self.config.data.most_degrees:g} degrees"
@@ -99,8 +98,9 @@ class Rotation(Experiment[Config]):
         images = LabelSetView(self.file, image_size=self.config.data.image_size).split(name)
         return TurnedImages(images, name, self.config.data.most_degrees)
 
-    def module(self) -> ImageClassifier:
-        return build_model(self.config, 1, self.run.weights, Turn(), self.split)
+    @classmethod
+    def task_of(cls, config: Config, num_classes: int) -> Turn:
+        return Turn()
 
 
 def main(argv: Sequence[str]) -> None:

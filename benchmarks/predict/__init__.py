@@ -1,0 +1,5 @@
+"""What a trained model says about images: a command, and `trained` for code of your own."""
+
+from benchmarks.predict.trained import Trained, trained
+
+__all__ = ["Trained", "trained"]

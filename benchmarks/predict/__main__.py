@@ -1,0 +1,184 @@
+"""Write down what the model of a finished run says about images.
+
+    python -m benchmarks.predict RUN_DIR --images photo.jpg folder --output predictions.csv
+    python -m benchmarks.predict RUN_DIR --split test --output predictions.csv
+
+Works with runs of every benchmark. Labels and classes give a CSV table with each class's probability; masks
+a folder of PNG files whose levels are the classes' numbers; boxes a JSON list in COCO's format of results.
+Without --images, the images are those of a split of the run's data file, with their users and their labels.
+In Python: `benchmarks.predict.trained`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+
+from benchmarks.core.commands import command_parser
+from benchmarks.core.execute import pfl_device
+from benchmarks.predict.trained import Trained, read_pixels, trained
+from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer
+from dataset.cli import input_file, output_file, output_folder
+from dataset.cli import run as run_command
+from dataset.files import replacing
+from dataset.store.hdf5 import DataFile
+from dataset.store.views import Split
+
+SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif"))
+EVERY_S = 10
+"""Seconds between two lines of progress."""
+
+Batch = tuple[list[Shown], torch.Tensor]
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = command_parser("predict", __doc__)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a finished run")
+    parser.add_argument("--images", type=Path, nargs="+", metavar="PATH", help="image files, or folders")
+    parser.add_argument("--split", choices=("train", "val", "test"), help="of the data; test if not given")
+    parser.add_argument("--data_path", type=Path, metavar="F", help="the data file, if not the run's own")
+    parser.add_argument("--output", type=Path, required=True, metavar="F", help="file; a folder for masks")
+    parser.add_argument("--device", default="auto", help="such as cpu or cuda:0")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of a CPU; all cores if not given")
+    options = parser.read(argv)
+    if options.images and (options.split or options.data_path):
+        raise ValueError(
+            "--images is for image files, --split and --data_path for a data file: give one of both"
+        )
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"--threads is {options.threads}: give at least 1")
+    return options
+
+
+def _files(paths: Sequence[Path]) -> dict[Path, Path]:
+    """The image files, and those in folders by their suffix; each with its place below its folder."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            found[input_file("--images", path)] = Path(path.name)
+            continue
+        inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
+        if not inside:
+            raise ValueError(f"--images {path} holds no image: none of {', '.join(sorted(SUFFIXES))}")
+        found |= {file: file.relative_to(path) for file in inside}
+    return found
+
+
+def _of_files(model: Trained, files: Mapping[Path, Path], size: int) -> Iterator[Batch]:
+    left = iter(files.items())
+    while batch := list(itertools.islice(left, size)):
+        shown, pixels = [], []
+        for path, place in batch:
+            image = read_pixels(path)
+            shown.append(Shown(str(path), place, image.shape[:2]))
+            pixels.append(model.resized(image))
+        yield shown, torch.from_numpy(np.stack(pixels))
+
+
+def _of_split(model: Trained, file: DataFile, name: str, size: int) -> tuple[Iterator[Batch], int]:
+    """The images of a split in batches, and how many there are."""
+    benchmark = model.experiment.benchmark
+    run = benchmark.parse(["--config", str(model.record.directory / "config.yaml")])
+    experiment = model.experiment(run, file)
+    if tuple(experiment.class_names) != model.classes:
+        raise ValueError(
+            f"{file.path} has other classes than the data of {model.record.directory}: give its file with "
+            "--data_path, or images with --images"
+        )
+    store: Any = experiment.split(name)
+    total = int(store.user_offsets[-1])
+    owners = np.repeat(np.arange(len(store.user_ids)), np.diff(store.user_offsets))
+    of_labels = model.task.outputs == "image"
+
+    def batches() -> Iterator[Batch]:
+        names = np.array(model.classes)
+        for first in range(0, total, size):
+            rows = np.arange(first, min(first + size, total))
+            images, targets = store.read(rows)
+            shown = []
+            for row, target in zip(rows.tolist(), targets):
+                user, image = store.user_ids[owners[row]], _image_id(file, store, row)
+                truth = names[np.flatnonzero(target)].tolist() if of_labels else None
+                place = Path(_file_name(user), _file_name(image))
+                shown.append(Shown(image, place, images.shape[1:3], user, truth))
+            yield shown, torch.from_numpy(images)
+
+    return batches(), total
+
+
+def _image_id(file: DataFile, store: Any, row: int) -> str:
+    """An image's id in the file; its number where a benchmark's store makes the images."""
+    if not isinstance(store, Split):
+        return str(row)
+    return file.split(store.file_split).image_ids[int(store.file_rows[row])]
+
+
+def _file_name(text: str) -> str:
+    """An id as a file's name: other characters than letters, digits, blanks and -_. as in an address."""
+    name = quote(text, safe=" ")
+    return name.replace(".", "%2E", 1) if name.startswith(".") else name
+
+
+@contextlib.contextmanager
+def _writer(model: Trained, output: Path, of_users: bool) -> Iterator[Writer]:
+    outputs = model.task.outputs
+    if outputs == "pixels":
+        yield Masks(output_folder("--output", output))
+        return
+    with replacing(output_file("--output", output)) as path, path.open("w", newline="") as file:
+        if outputs == "boxes":
+            writer: Writer = Boxes(file, model.classes, model.network.input_size)
+        else:
+            writer = Table(file, model.classes, model.task.exclusive, of_users)
+        yield writer
+        writer.close()
+
+
+def _write(model: Trained, batches: Iterator[Batch], total: int, writer: Writer) -> None:
+    started = said = time.monotonic()
+    done = 0
+    for shown, images in batches:
+        writer.write(shown, model.predict(images))
+        done += len(shown)
+        now = time.monotonic()
+        if now - said >= EVERY_S and done < total:
+            said, left = now, (now - started) / done * (total - done)
+            print(f"{done:,} of {total:,} images, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read the model, predict, write."""
+    options = _options(argv)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pfl_device(options.device))
+        model = trained(options.run_dir, get_default_device())
+        size = min(model.task.scored_together, 64)
+        if options.images:
+            files = _files(options.images)
+            batches, total, source = _of_files(model, files, size), len(files), "image files"
+        else:
+            path = options.data_path or Path(str(model.record.outcome["dataset"]))
+            file = stack.enter_context(DataFile(path))
+            split = options.split or "test"
+            batches, total = _of_split(model, file, split, size)
+            source = f"images of {split} in {path}"
+        with _writer(model, options.output, not options.images) as writer:
+            _write(model, batches, total, writer)
+    print(f"{total:,} {source}, {len(model.classes)} classes: {options.output}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,158 @@
+"""The model of a run that has ended, built again from the run's folder alone; training data is not needed.
+
+from benchmarks.predict import trained
+
+model = trained("runs/fl-r-17")
+probabilities = model.predict(model.read(["a.jpg", "b.png"]))   # [2, K], in the order of model.classes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.compare.reading import read_any
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.experiment import Experiment
+from benchmarks.reporting.runs import RunRecord, not_whole
+from dataset.arrays import ByteArray
+from dataset.store import images as stored_images
+from pfl_ext import checkpoint
+from pfl_ext.data.normalisation import FIXED
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.randomness import torch_stream
+from pfl_ext.tasks.task import Task
+
+BY_CLASS = ("per_class_ap", "per_class_accuracy", "per_class_iou")
+"""What ``results.json`` of a run before the key ``classes`` has by the classes' names, in their order."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model.
+
+    Attributes:
+        record: the run.
+        experiment: its kind.
+        classes: names of the K classes.
+        network: takes uint8 images ``[B, H, W, 3]`` and gives outputs before any probability.
+    """
+
+    record: RunRecord
+    experiment: type[Experiment[Any]]
+    classes: tuple[str, ...]
+    network: ImageClassifier
+
+    @property
+    def task(self) -> Task:
+        """What was learnt."""
+        return self.network.task
+
+    @property
+    def image_size(self) -> int:
+        """The side in pixels at which the run read its images."""
+        config: Any = self.record.config
+        return int(config.data.image_size)
+
+    def read(self, paths: Iterable[str | Path]) -> Tensor:
+        """JPEG, PNG, WebP or GIF files as the run read its images: uint8 ``[B, S, S, 3]``, squashed to S.
+
+        Raises:
+            ValueError: for a file that is no such image; the message names it.
+        """
+        each = [self.resized(read_pixels(Path(path))) for path in paths]
+        return torch.from_numpy(np.stack(each)) if each else torch.empty((0, 0, 0, 3), dtype=torch.uint8)
+
+    def resized(self, pixels: ByteArray) -> ByteArray:
+        """One image ``[H, W, 3]`` at the side at which the run read its images."""
+        return stored_images.resized(pixels, self.image_size)
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Tensor:
+        """Predictions for uint8 images ``[B, H, W, 3]``, by kind of task.
+
+        * labels or one class an image: probabilities ``[B, K]`` float32;
+        * masks: the class of each pixel of the network's input, ``[B, S, S]`` uint8;
+        * boxes: ``[B, D, 6]``: left, top, right and bottom in pixels of the network's input, class, score;
+          best first, filled up with the class -1.
+        """
+        return self.task.predicted(self.network(images.to(self.network.mean.device)).float())
+
+
+def read_pixels(path: Path) -> ByteArray:
+    """An image file as RGB ``[H, W, 3]``; transparent images are laid over white.
+
+    Raises:
+        ValueError: when it is no image; the message names the file.
+    """
+    try:
+        data = path.read_bytes()
+        if stored_images.other_format(data) is None:
+            return stored_images.decode(data, None)
+        return stored_images.to_pixels(data, "white")[0]
+    except OSError as fault:
+        raise ValueError(f"{path} cannot be read: {fault.strerror}") from None
+    except ValueError as fault:
+        raise ValueError(f"{path} cannot be used: {fault}") from None
+
+
+def trained(directory: str | Path, device: str | torch.device = "cpu") -> Trained:
+    """The model of a run.
+
+    Args:
+        directory: of a run of any benchmark, which has ended.
+        device: where the network computes.
+
+    Raises:
+        ValueError: for a run that has not ended, or whose files do not fit together; one line.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory: give that of a run")
+    record, experiment = read_any(directory)
+    if record.results is None:
+        raise not_whole(directory, "it has not ended")
+    classes = _classes(record)
+    file = directory / "model.safetensors"
+    if not file.is_file():
+        raise not_whole(directory, f"{file.name} is missing")
+    network = _network(record, experiment.task_of(record.config, len(classes)), len(classes))
+    try:
+        network.load_state_dict(checkpoint.load(file)[0])
+    except RuntimeError as fault:
+        reason = " ".join(str(fault).split())
+        raise not_whole(directory, f"{file.name} does not fit its config: {reason[:200]}") from None
+    return Trained(record, experiment, classes, network.to(device).eval())
+
+
+def _classes(record: RunRecord) -> tuple[str, ...]:
+    assert record.results is not None
+    found = record.results.get("classes")
+    found = found or next((record.results[key] for key in BY_CLASS if key in record.results), None)
+    if not found:
+        raise not_whole(record.directory, "results.json does not name the classes")
+    return tuple(found)
+
+
+def _network(record: RunRecord, task: Task, num_classes: int) -> ImageClassifier:
+    """The network of a run with weights as drawn; LoRA's adapters are merged into the file's weights."""
+    config: TrainingConfig = record.config
+    model = dataclasses.replace(config.model, trained="all")
+    backbone = build_backbone(model, num_classes, torch_stream(config.seed, "model initialisation"))
+    fixed = FIXED.get(model.normalisation)
+    if fixed is not None:
+        mean, std = fixed.mean, fixed.std
+    else:
+        assert record.results is not None
+        scale = record.results.get("input")
+        if not scale:
+            raise not_whole(record.directory, "results.json does not hold the data's mean and deviation")
+        mean, std = scale["mean"], scale["std"]
+    return ImageClassifier(backbone, task=task, input_size=model.input_size, mean=mean, std=std)

@@ -1,0 +1,131 @@
+"""Predictions as files: a table of probabilities, a PNG of classes for each image, or a list of boxes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from dataset.files import write_bytes
+from pfl_ext.tasks.detection_scores import CLASS, NO_BOX, SCORE
+
+PROBABLE = 0.5
+"""From this probability on, a label is predicted where an image may have several."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image of which something is predicted.
+
+    Attributes:
+        image: its path, or its id in a data file.
+        place: path of its mask in a folder, without the suffix.
+        size: its height and width in pixels, to which predictions of places refer.
+        user: whose it is; None for an image file.
+        truth: names of its labels in the data file, None where there are none.
+    """
+
+    image: str
+    place: Path
+    size: tuple[int, int]
+    user: str | None = None
+    truth: Sequence[str] | None = None
+
+
+class Writer(ABC):
+    """Takes predictions batch by batch. `close` puts the last of them in place."""
+
+    @abstractmethod
+    def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
+        """Take the predictions of some images, ``[B, ...]``."""
+
+    def close(self) -> None:  # noqa: B027
+        """Write what is left; nothing, where `write` does all."""
+
+
+class Table(Writer):
+    """CSV with a line for each image: its labels, the predicted ones, and each class's probability.
+
+    Args:
+        output: an open text file.
+        classes: K names.
+        exclusive: whether an image has exactly one class; the predicted one is then the likeliest.
+        of_users: whether images have users and labels.
+    """
+
+    def __init__(self, output: IO[str], classes: Sequence[str], exclusive: bool, of_users: bool) -> None:
+        self._rows, self._of_users = csv.writer(output, lineterminator="\n"), of_users
+        self._classes, self._exclusive = np.array(classes), exclusive
+        facts = ("user", "image", "truth") if of_users else ("image",)
+        self._rows.writerow([*facts, "predicted", *classes])
+
+    def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
+        """Lines."""
+        for shown, row in zip(images, predicted.cpu().numpy(), strict=True):
+            chosen = [row.argmax()] if self._exclusive else np.flatnonzero(row >= PROBABLE)
+            truth = ";".join(shown.truth or ())
+            facts = [shown.user, shown.image, truth] if self._of_users else [shown.image]
+            numbers = [f"{value:.9g}" for value in row.tolist()]
+            self._rows.writerow([*facts, ";".join(self._classes[chosen]), *numbers])
+
+
+class Masks(Writer):
+    """A PNG for each image in a folder, of its size; a pixel's level is the number of its class, from 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
+        """Files."""
+        for shown, mask in zip(images, predicted.cpu().numpy(), strict=True):
+            height, width = shown.size
+            picture = Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST)
+            buffer = io.BytesIO()
+            picture.save(buffer, "PNG")
+            write_bytes(self._folder / f"{shown.place}.png", buffer.getvalue())
+
+
+class Boxes(Writer):
+    """A list in COCO's format of results: boxes as left, top, width and height in pixels of the image.
+
+    Args:
+        output: an open text file.
+        classes: names; ``category_id`` is a class's place among them, from 1.
+        side: of the network's input in pixels, in which predicted boxes are.
+    """
+
+    def __init__(self, output: IO[str], classes: Sequence[str], side: int) -> None:
+        self._output, self._classes, self._side = output, classes, side
+        self._found: list[dict[str, Any]] = []
+
+    def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
+        """Keep them."""
+        for shown, rows in zip(images, predicted.cpu().numpy(), strict=True):
+            down, across = (pixels / self._side for pixels in shown.size)
+            for row in rows[rows[:, CLASS] != NO_BOX].tolist():
+                left, top, right, bottom = row[0] * across, row[1] * down, row[2] * across, row[3] * down
+                number = int(row[CLASS])
+                self._found.append(
+                    {
+                        **({} if shown.user is None else {"user": shown.user}),
+                        "image_id": shown.image,
+                        "category_id": number + 1,
+                        "category": self._classes[number],
+                        "bbox": [round(v, 2) for v in (left, top, right - left, bottom - top)],
+                        "score": round(row[SCORE], 5),
+                    }
+                )
+
+    def close(self) -> None:
+        """Write the list."""
+        json.dump(self._found, self._output, indent=0, allow_nan=False)
+        self._output.write("\n")
