@@ -23,6 +23,8 @@ HALF_WRITTEN = (".*.partial", ".tmp??????")
 """Patterns of files that are being written: by `replacing`, and by the safetensors library."""
 _NO_LOCKS = frozenset((errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL))
 _BLOCK = 1 << 20
+OWN = "FL_IMPORT"
+"""The environment variable with the names of a user's own modules, separated by commas."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -191,10 +193,24 @@ def needed(module: str, extra: str) -> ModuleType:
 
 
 def import_all(package: str) -> None:
-    """Import every module of a package, so that each registers what it holds.
+    """Import every module of a package, and `own_modules`, so that each registers what it holds.
 
     Raises:
         ValueError: as `imported`.
     """
     for module in pkgutil.iter_modules(imported(package).__path__):
         imported(f"{package}.{module.name}")
+    own_modules()
+
+
+def own_modules() -> list[ModuleType]:
+    """The user's modules that the environment variable `OWN` names, imported from the current folder or the
+    path of modules.
+
+    Raises:
+        ValueError: as `imported`.
+    """
+    names = [name.strip() for name in os.environ.get(OWN, "").split(",") if name.strip()]
+    if names and (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    return [imported(name) for name in names]

@@ -54,6 +54,17 @@ def _checksum(tensors: Mapping[str, torch.Tensor], state: str) -> str:
     return digest.hexdigest()
 
 
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, each with memory of its own, as safetensors needs it."""
+    apart: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if tensor.numel() and place in taken else tensor
+        taken.add(place)
+    return apart
+
+
 def save(
     path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], keep_previous: bool = False
 ) -> None:
@@ -65,7 +76,7 @@ def save(
     Raises:
         OSError: for example when the disk is full; the old file is then unchanged.
     """
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    contiguous = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     text = json.dumps(dict(state), allow_nan=False)
     # In one entry: safetensors writes several in any order, and the same content must be the same bytes.
     metadata = {"checkpoint": json.dumps([text, _checksum(contiguous, text)])}

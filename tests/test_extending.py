@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +18,7 @@ import dataset.partitions.drawn
 import pfl_ext.algorithms
 import pfl_ext.models
 from benchmarks.core.config.digests import digest
+from benchmarks.core.facts import own_code
 from benchmarks.flair.config import parse
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.space import command_words, read_sweep
@@ -214,6 +218,55 @@ def test_a_new_file_that_cannot_be_imported_is_one_line(
     else:
         train(argv, code=2)
     assert f"{package.__name__}.broken cannot be imported {message}" in error_line(capsys)
+
+
+OWN = """
+from torch import nn
+from pfl_ext.models.small import NETWORKS
+
+@NETWORKS.register("linear_of_mine")
+def linear_of_mine(num_labels: int, input_size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * input_size**2, num_labels))
+"""
+
+
+def test_a_module_outside_the_tree_is_found_by_every_command_and_recorded(
+    mini_file: Path, tmp_path: Path
+) -> None:
+    """In processes of their own, in the folder where the file lies, which is not on Python's path."""
+    (tmp_path / "mine.py").write_text(OWN)
+    environment = {**os.environ, "FL_IMPORT": "mine", "PYTHONPATH": str(DROPPED.parents[1])}
+    words = [
+        f"--data_path={mini_file}",
+        "--run_dir=run",
+        "--model.arch=linear_of_mine",
+        "--federated.num_rounds=1",
+        "--data.image_size=16",
+        "--model.input_size=16",
+        "--federated.cohort_size=2",
+        "--runtime.threads=1",
+    ]
+    for command in (["benchmarks.flair.train", *words], ["benchmarks.flair.report", "run"]):
+        run = [sys.executable, "-m", *command]
+        done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert results(tmp_path / "run")["own_code"] == {"mine": hashlib.sha256(OWN.encode()).hexdigest()}
+
+
+def test_every_file_of_a_package_of_ones_own_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("FL_IMPORT", " two_of_mine, ")
+    (tmp_path / "two_of_mine" / "below").mkdir(parents=True)
+    (tmp_path / "two_of_mine" / "below" / "b.py").write_text("b = 1")
+    monkeypatch.setenv("FL_IMPORT", "nothing_of_mine")
+    with pytest.raises(ValueError, match=r"^nothing_of_mine cannot be imported \(ModuleNotFoundError"):
+        own_code()
+    monkeypatch.setenv("FL_IMPORT", " two_of_mine, ")
+    assert own_code() == {"two_of_mine/below/b.py": hashlib.sha256(b"b = 1").hexdigest()}
+    del sys.modules["two_of_mine"]
 
 
 @pytest.mark.parametrize("register", [ALGORITHMS.register, NETWORKS.register, server_optimizer, drawn])

@@ -87,7 +87,7 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
             rank = config.setting in benchmark.settings, digest(config) == tree_digest(tree)
             found.append((rank, module, benchmark))
     if not tree or not found:
-        why = min(faults, key=len) if tree and faults else "config.yaml is empty"
+        why = min(faults, key=_is_foreign) if tree and faults else "config.yaml is empty"
         raise not_whole(directory, f"no benchmark can read its config; {why}")
     _, module, benchmark = max(found, key=lambda each: each[0])
     record = read_run(directory, benchmark)
@@ -95,6 +95,11 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
         raise not_whole(directory, record.fault)
     trained: type[Experiment[Any]] = imported(f"{module.removesuffix('config')}train").EXPERIMENT
     return record, trained
+
+
+def _is_foreign(fault: str) -> tuple[bool, int]:
+    """Whether a fault says no more than that the config is another benchmark's; and its length."""
+    return "there is no config key" in fault, len(fault)
 
 
 def _check_lines(record: RunRecord) -> None:

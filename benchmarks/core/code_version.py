@@ -11,7 +11,7 @@ PACKAGE = "flair-on-pfl"
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with ``+`` where tracked files differ from it.
+    """The commit of this checkout, with ``+`` where files differ from it or its code has others besides.
 
     Of an installed package: the commit that pip installed it from, else its version. None where nothing is
     known. A repository in which the package merely lies, in a virtual environment, is not meant.
@@ -23,7 +23,8 @@ def commit() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", Path(__file__).name)
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        others = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/*.py")
+        return git("rev-parse", "HEAD") + ("+" if others or git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return _installed()
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks.core.config.digests import experiment_digest
 from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
-from benchmarks.core.facts import dataset_facts, hardware, start_facts
+from benchmarks.core.facts import dataset_facts, hardware, own_code, start_facts
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.memory import keep_freed_memory
@@ -168,6 +169,13 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
         + f"on {results['hardware']}"
     )
     experiment.show(results)
+    if results["best_step"] == 0 < results["rounds"]:
+        print(
+            f"WARNING: by {by} on val, no {results['unit']} made the model better than it was before: these "
+            "scores and model.safetensors are the untrained model's; set evaluation.best_by to last, or to "
+            "another score",
+            file=sys.stderr,
+        )
     statement = statement_path(directory)
     if statement.exists() and (paragraph := checkpoint.read_json(statement).get("paragraph")):
         print(f"\n{textwrap.fill(paragraph, 110)}\n")
@@ -293,6 +301,7 @@ def _write_results(
         **({} if recorder.traffic is None else {"traffic": recorder.traffic}),
         **recorder.findings,
         "commit": commit(),
+        **({"own_code": found} if (found := own_code()) else {}),
         "torch": torch.__version__,
         **of_config,
         "data_sha256": recorder.files.data_sha256,

@@ -106,6 +106,14 @@ def test_the_saved_model_is_the_one_that_scored_best(train: Train) -> None:
         assert all(torch.equal(last[f"best/{name}"], saved[name]) for name in saved)
 
 
+def test_a_best_model_that_is_the_untrained_one_is_said(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train("--server.learning_rate=100", "--federated.num_rounds=1")
+    assert results(directory)["best_step"] == 0
+    assert "WARNING: by loss on val, no round made the model better" in capsys.readouterr().err
+
+
 FOLLOWED = 5
 
 

@@ -36,6 +36,16 @@ def test_the_checkpoint_before_the_newest_is_kept(tmp_path: Path) -> None:
     assert checkpoint.load_newest(path)[1:] == ({"step": 3}, None)
 
 
+def test_tensors_that_share_memory_are_saved_apart(tmp_path: Path) -> None:
+    """An algorithm's mean of models is its model before averaging begins; safetensors refuses such pairs."""
+    model, path = torch.arange(6.0), tmp_path / "last.safetensors"
+    checkpoint.save(path, {"x": model, "mean": model, "part": model[2:4]}, {})
+    found, _ = checkpoint.load(path)
+    assert found["x"].equal(model)
+    assert found["mean"].equal(model)
+    assert found["part"].equal(model[2:4])
+
+
 @pytest.mark.parametrize("hard_links", [True, False])
 def test_the_name_is_kept_without_hard_links_too(
     tmp_path: Path, hard_links: bool, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,21 @@ def test_a_checkout_has_its_commit() -> None:
     assert found.rstrip("+") == ran("git", "rev-parse", "HEAD", cwd=root)
 
 
+def test_a_commit_that_is_not_all_of_the_code_ends_in_a_plus(installed: Path) -> None:
+    """New files of code count, which an algorithm of one's own is; data and results that lie about do not."""
+    author = "-c", "user.name=A", "-c", "user.email=a@b.c"
+    ran("git", "add", ".", cwd=installed)
+    ran("git", *author, "commit", "-q", "-m", "second", cwd=installed)
+    whole = ran("git", "rev-parse", "HEAD", cwd=installed)
+    (installed / "results.json").write_text("{}")
+    assert seen_in(installed) == whole
+    (installed.parent / "slowmo.py").write_text("beta = 0.5")
+    assert seen_in(installed) == f"{whole}+"
+    (installed.parent / "slowmo.py").unlink()
+    (installed.parent / "paper.tex").write_text("y")
+    assert seen_in(installed) == f"{whole}+"
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

@@ -31,6 +31,7 @@ class SlowMo(Algorithm[tuple[Weights, Weights]]):
     """The state is the model and its slow momentum."""
 
     options = SlowMoOptions
+    idle = "server."
 
     def init(self, seed: int) -> tuple[Weights, Weights]:
         """The run's model, at rest."""
