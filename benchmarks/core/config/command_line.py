@@ -19,10 +19,11 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from pydantic import Field, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
+from benchmarks.core.config.options_help import options_help
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, dotted, leaves, section_in
 
-WIDTH = 112
+LAYOUT = partial(RawDescriptionHelpFormatter, width=112, max_help_position=44)
 NOTHING = ("none", "null")
 """Words for None where a field may be empty."""
 
@@ -132,6 +133,7 @@ class CommandLine:
 
     def __init__(self, default: TrainingConfig, choices: Mapping[str, str]) -> None:
         kind: Any = type(default)
+        self._kind: type = kind
         hints = get_type_hints(kind, include_extras=True)
         describe(kind)
         describe(Runtime)
@@ -148,7 +150,7 @@ class CommandLine:
             usage="%(prog)s [--config NAME_OR_YAML] [--key value | --key=value] ...",
             allow_abbrev=False,
             add_help=False,
-            formatter_class=partial(RawDescriptionHelpFormatter, width=WIDTH, max_help_position=44),
+            formatter_class=LAYOUT,
         )
         self._source: CliSettingsSource[Any] = CliSettingsSource(
             create_model("Arguments", __base__=Options, **fields),
@@ -201,6 +203,8 @@ class CommandLine:
         return out
 
     def help(self, text: str, program: str) -> str:
-        """The help text: ``text``, then every key by section with its description and default."""
+        """The help text: ``text``, then every key by section with its description and default, then the
+        options of what is chosen by name."""
         self._parser.prog, self._parser.description = program, text
-        return self._parser.format_help()
+        whole = f"{self._parser.format_help()}\n{options_help(self._kind, describe, LAYOUT)}"
+        return whole.replace("(default: None)", "(default: none)")

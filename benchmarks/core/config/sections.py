@@ -84,7 +84,7 @@ class ChoosingSection:
 
     registry: ClassVar[Registry[Any]]
     options: Mapping[str, Any] | None = None
-    """Values of the options that the chosen thing declares itself, by name; none: it declares none."""
+    """Values of the options that the chosen thing declares itself, listed at the end; none: it has none."""
 
     def __post_init__(self) -> None:
         kind, where = self.chosen.options, f"{self.registry.key.partition('.')[0]}.options"
