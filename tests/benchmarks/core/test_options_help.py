@@ -20,7 +20,7 @@ def test_help_lists_the_options_of_everything_that_is_chosen_by_name() -> None:
             assert " ".join(described.split()) in text, (name, item.name)
             own = "" if item.name in FederatedConfig.__dataclass_fields__ else "options."
             assert f"--federated.{own}{item.name} " in text, (name, item.name)
-    for key in ("compression.options.share", "attack.options.z", "aggregation.options.tolerated"):
+    for key in ("compression.options.share", "attack.options.scale", "aggregation.options.tolerated"):
         assert f"--{key} float" in text
     assert "where federated.algorithm is fedma:" in text
     assert "{ring,torus,erdos_renyi,exponential,star,complete}" in text
