@@ -51,8 +51,10 @@ def test_the_citation_is_valid_cff() -> None:
     assert cff["cff-version"] == "1.2.0"
     assert {"title", "message", "authors"} <= set(cff)
     assert set(cff) <= {
-        "cff-version", "title", "message", "type", "authors", "license", "abstract", "keywords", "references",
+        "cff-version", "title", "message", "type", "version", "authors", "license", "abstract", "keywords",
+        "references",
     }  # fmt: skip
+    assert f'version = "{cff["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert cff["type"] == "software"
     assert cff["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -207,4 +208,4 @@ class CommandLine:
         options of what is chosen by name."""
         self._parser.prog, self._parser.description = program, text
         whole = f"{self._parser.format_help()}\n{options_help(self._kind, describe, LAYOUT)}"
-        return whole.replace("(default: None)", "(default: none)")
+        return re.sub(r"(\(default:\s+)None\)", r"\1none)", whole)
