@@ -1,0 +1,127 @@
+"""Every training command of the pages and of the settings' heads, trained for a round on the embedded data.
+
+    python -m tests.campaigns.training_commands [--only WORD] [--output F.json]
+
+`tests.test_commands` has every command read by its program; here training commands run to their results, in
+processes of their own, with the embedded data set in place of theirs and one round or epoch in place of all.
+Prints a line for each, and ends with 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.console import train_commands
+from benchmarks.core.experiment import Experiment
+from dataset.files import imported, write_json
+from tests.shown import ROOT, commands
+from tests.test_commands import CONFIGS, PAGES, programs
+
+REPLACED = ("data_path", "run_dir", "weights", "resume")
+"""Options that name files of the reader's own."""
+MULTIPLE = re.compile(r"set federated.num_rounds to a multiple of (\d+)")
+LIMIT_S = 900
+TRAINING = frozenset(train_commands().values())
+
+
+def training_commands(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Where each training command stands, its module and its words, each pair once."""
+    seen = set()
+    heads = ((path, path.read_text().partition("\nsetting:")[0]) for path in CONFIGS)
+    shown = [(page, page.read_text()) for page in PAGES]
+    for path, head in heads:
+        found = re.search(r"^# Command: (.*(?:\\\n# .*)*)", head, re.MULTILINE)
+        if found:
+            shown.append((path, "```sh\n" + found[1].replace("\n# ", "\n") + "\n```\n"))
+    for path, text in shown:
+        for command in commands(text):
+            if command.words[:2] == ("python", "-c") or (command.is_mention and "..." in command.line):
+                continue
+            for module, words in programs(command.words, folder):
+                if (
+                    module.startswith("benchmarks.")
+                    and module.endswith(".train")
+                    and "published" not in module
+                ):
+                    key = module, tuple(words)
+                    if key not in seen and not {"--help", "-h"} & set(words):
+                        seen.add(key)
+                        yield path.relative_to(ROOT).as_posix(), module, tuple(words)
+
+
+def short(module: str, words: Sequence[str], rounds: int, run_dir: Path) -> list[str]:
+    """The command's words for one round on the embedded data set."""
+    experiment: type[Experiment[Any]] = imported(module).EXPERIMENT
+    given = experiment.benchmark.words(words)
+    kept = [f"--{key}={value}" for key, value in given.items() if key not in REPLACED]
+    resolved, _ = experiment.resolve_data(kept)
+    config = experiment.benchmark.parse(resolved).config
+    length = (
+        f"--centralised.num_epochs={rounds}"
+        if config.mode == "centralised"
+        else f"--federated.num_rounds={rounds}"
+    )
+    return [*kept, length, f"--run_dir={run_dir}", "--runtime.threads=1", "--runtime.progress=false"]
+
+
+def outcome(module: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
+    """The exit code of a command and its last line."""
+    rounds, code, said = 1, 0, ""
+    for attempt in range(2):
+        try:
+            shortened = short(module, words, rounds, folder / f"run{attempt}")
+        except ValueError as fault:
+            return 2, str(fault)
+        environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", module, *shortened],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+        code, said = done.returncode, (done.stderr if done.returncode else done.stdout).strip()
+        again = MULTIPLE.search(said)
+        if again is None:
+            break
+        rounds = int(again[1])
+    return code, said.rpartition("\n")[2]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run them all; the number of failures decides the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.training_commands", description=__doc__)
+    parser.add_argument("--only", default="", help="only commands that contain this")
+    parser.add_argument("--output", type=Path, help="JSON with the outcome of each")
+    options = parser.parse_args(argv)
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        listed = list(training_commands(folder))
+        chosen = [each for each in listed if options.only in " ".join((each[0], each[1], *each[2]))]
+        for number, (place, module, words) in enumerate(chosen):
+            begin = time.monotonic()
+            run = folder / str(number)
+            run.mkdir()
+            code, said = outcome(module, words, run)
+            seconds = round(time.monotonic() - begin)
+            line = f"python -m {module} {' '.join(words)}"
+            print(f"{number + 1}/{len(chosen)} {code} {seconds:4} s  {place}: {line}", flush=True)
+            if code:
+                print(f"    {said}", flush=True)
+            found.append({"place": place, "command": line, "code": code, "seconds": seconds, "said": said})
+    failed = sum(each["code"] != 0 for each in found)
+    print(f"{len(found)} training commands, {failed} failed")
+    if options.output:
+        write_json(options.output, found)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
