@@ -287,6 +287,7 @@ class PflLoop(ServerModelAlgorithm):
         members = self.context.users.members(self.context.cohort_size)
         line = {
             **cohort_line(metrics),
+            "users": len(members),  # pfl counts the placeholder of a worker without users too
             "learning_rate": values["learning rate"],
             "max_local_steps": max((m.num_steps for m in members), default=0),
         }
