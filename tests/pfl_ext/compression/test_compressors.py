@@ -214,7 +214,9 @@ def test_a_user_who_comes_twice_has_draws_of_its_own_each_time(stage: str) -> No
         channel.begin(1, np.array(cohort))
         found = []
         for user in cohort:
-            stats = MappedVectorStatistics({name: p.detach().clone() for name, p in module.named_parameters()})
+            stats = MappedVectorStatistics(
+                {name: p.detach().clone() for name, p in module.named_parameters()}
+            )
             of_user: Any = SimpleNamespace(user_id=f"user-{user}", num_datapoints=4)
             stats, _ = channel.postprocess_one_user(stats=stats, user_context=of_user)
             found.append(flat([stats[name] for name in names]))
