@@ -34,7 +34,7 @@ from pfl_ext.algorithms.algorithm import RunContext, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 from pfl_ext.workers.distributed import current
 
 LOSS_BYTES = 4
@@ -128,13 +128,11 @@ class ByLoss(ServerModelAlgorithm):
         """A user's mean loss and its number of images."""
         model = self.context.model
         module: ImageClassifier = model.pytorch_model
-        noted, module.noted = module.noted, None  # these losses are no part of the round's training loss
         total, images = 0.0, 0
         for batch in self.context.users.user_dataset(user).once():
-            with torch.no_grad(), model.amp_context or contextlib.nullcontext():
+            with torch.no_grad(), model.amp_context or contextlib.nullcontext(), not_noted(model):
                 total += float(module.loss(*model._prepare_batch(batch))) * len(batch[0])
             images += len(batch[0])
-        module.noted = noted
         return (total / images if images else 0.0), float(images)
 
     def bytes(self, state: PyTorchModel) -> Traffic:

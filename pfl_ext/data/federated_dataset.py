@@ -127,17 +127,17 @@ class FederatedImageDataset(FederatedDataset):
 
     The cohort of a round, the images that a user with many brings, their order and their crops depend on
     (seed, round, user) alone. ``sampler``: "fixed" draws a number of users without replacement, "replacement"
-    with replacement (pfl-research). "poisson" draws each user independently, so the size varies. "cyclic" takes the next
-    users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws one user after another from
-    those left, with probabilities proportional to their images (so a user with more than 1 / cohort_size of
-    all images comes less often than that). "proportional_replacement" draws from all users: the plain mean of
-    updates is then unbiased, and a user that comes twice brings two samples. If all users have the same size,
-    these two are "fixed" and "replacement". ``reweight`` puts weights into the targets, as FedIR's.
-    ``collate`` is the task's, for annotations that are no plain arrays. ``cohort_seed`` must be a secret for
-    privacy amplified by sampling, so that cohorts cannot be drawn again. ``noise_seed`` is the secret for the
-    seeds that pfl gives to its own mechanisms (pfl keeps 32 bits of each). Where it is None they come from
-    ``seed``, and `CentrallyEvaluatedBackend` refuses these mechanisms, because anybody who knows ``seed``
-    could subtract their noise. ``threads`` threads read ahead.
+    with replacement (pfl-research). "poisson" draws each user independently, so the size varies. "cyclic"
+    takes the next users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws one user after
+    another from those left, with probabilities proportional to their images (so a user with more than 1 /
+    cohort_size of all images comes less often than that). "proportional_replacement" draws from all users:
+    the plain mean of updates is then unbiased, and a user that comes twice brings two samples. If all users
+    have the same size, these two are "fixed" and "replacement". ``reweight`` puts weights into the targets,
+    as FedIR's. ``collate`` is the task's, for annotations that are no plain arrays. ``cohort_seed`` must be a
+    secret for privacy amplified by sampling, so that cohorts cannot be drawn again. ``noise_seed`` is the
+    secret for the seeds that pfl gives to its own mechanisms (pfl keeps 32 bits of each). Where it is None
+    they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these mechanisms, because anybody who
+    knows ``seed`` could subtract their noise. ``threads`` threads read ahead.
 
     Raises:
         ValueError: when a cohort is larger than the population.
@@ -300,7 +300,8 @@ class FederatedImageDataset(FederatedDataset):
         return [members[p] for p in shares[distributed.global_rank]]
 
     def later_turns(self, cohort: IntArray) -> dict[int, Iterator[int]]:
-        """The turns of users who come several times in a cohort, in the order in which this worker has them."""
+        """The turns of users who come several times in a cohort, in the order in which this worker has
+        them."""
         users, counts = np.unique(cohort, return_counts=True)
         if counts.max(initial=1) == 1:
             return {}

@@ -230,6 +230,10 @@ NEEDS = (
             "attack.kind is alie, for which each user of",
         ),
         (
+            [f"{ATTACK}kind=alie", "--compression.kind=sign"],
+            "set compression.kind to float32, or choose anot",
+        ),
+        (
             [f"{RULE}kind=median", "--federated.weighting=users"],
             "federated.weighting has no effect where aggr",
         ),
