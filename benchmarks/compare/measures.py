@@ -131,13 +131,13 @@ def _cost(run: RunRecord) -> Iterator[Measure]:
     results, history = run.results or {}, _history(run)
     steps = [line for line in history if len(line) > 1 and line[run.config.unit] < run.config.num_steps]
     yield Measure("cost", f"{run.config.unit}s done", "count", len(steps))
-    for key, name in (("images", "images trained on"), ("users", "users trained")):
-        if any(key in line for line in steps):
-            counts = [
-                line.get("trainings", line.get(key, 0)) if key == "users" else line.get(key, 0)
-                for line in steps
-            ]
-            yield Measure("cost", name, "count", sum(counts))
+    trained = {
+        "images trained on": [line.get("images") for line in steps],
+        "users trained": [line.get("trainings", line.get("users")) for line in steps],
+    }
+    for name, counts in trained.items():
+        if known := [count for count in counts if count is not None]:
+            yield Measure("cost", name, "count", sum(known))
     if any("selected" in line for line in steps):
         for key, name in (("selected", "users asked"), ("lost", "dropped out"), ("late", "late")):
             yield Measure("cost", name, "count", sum(line.get(key, 0) for line in steps))

@@ -35,6 +35,7 @@ from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
+from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import current
 
 LOSS_BYTES = 4
@@ -66,7 +67,7 @@ class ByLoss(ServerModelAlgorithm):
         """Compute the cohort's losses, train it, and make a step of the server's optimiser.
 
         Raises:
-            ValueError: when a user's loss is not finite.
+            Diverged: when a user's loss is not finite.
         """
         x, users = self.clients.weights(), self.clients.cohort(number)
         losses = self._losses(users, number)
@@ -113,9 +114,8 @@ class ByLoss(ServerModelAlgorithm):
                 found[place] = torch.tensor(self._loss(int(users[place])), dtype=torch.float64)
         self._gather(found)
         if not found.isfinite().all():
-            raise ValueError(
-                f"the loss of a user in round {number} is {float(found.sum()):g}: lower local.learning_rate"
-            )
+            found_loss = f"the loss of a user in round {number} is {float(found.sum()):g}"
+            raise Diverged(found_loss, "lower local.learning_rate")
         return found
 
     def _gather(self, table: Tensor) -> None:
