@@ -317,7 +317,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         stats = MappedVectorStatistics(dict(done.update), weight=sum(map(weight, members)))
         for name in rule.counts(0):
             count = sum(weight(m) * rule.counts(m.num_steps)[name] for m in members)
-            stats[name] = torch.tensor([count], device=next(iter(done.update.values())).device)
+            stats[name] = torch.tensor([float(count)], device=next(iter(done.update.values())).device)
         for name, sent in done.besides.items():
             stats[name] = sent
         if self._is_private:

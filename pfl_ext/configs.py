@@ -18,6 +18,11 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A number of at least 0 and below 1."""
 
 
+def rounded_down(share: float, n: int) -> int:
+    """``share n``, rounded down. 0.29 of 100 is 29, although the product of the floats is below it."""
+    return int(share * n + 1e-9)
+
+
 @dataclass(frozen=True, config=STRICT)
 class NoOptions:
     """The options of an algorithm or optimiser without options."""

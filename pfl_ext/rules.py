@@ -6,6 +6,7 @@ Letter: P parameters that are trained.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
@@ -120,6 +121,18 @@ class StepCounter:
         for batch in self._dataset.iter(batch_size):
             self.num_steps += 1
             yield batch
+
+
+@contextlib.contextmanager
+def not_noted(model: PyTorchModel) -> Iterator[None]:
+    """In this context losses do not count in the round's training loss, as they are of no step of what is
+    shared."""
+    module = model.pytorch_model
+    noted, module.noted = getattr(module, "noted", None), None
+    try:
+        yield
+    finally:
+        module.noted = noted
 
 
 def mu_of(context: CentralContext) -> float:

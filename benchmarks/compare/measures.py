@@ -131,9 +131,13 @@ def _cost(run: RunRecord) -> Iterator[Measure]:
     results, history = run.results or {}, _history(run)
     steps = [line for line in history if len(line) > 1 and line[run.config.unit] < run.config.num_steps]
     yield Measure("cost", f"{run.config.unit}s done", "count", len(steps))
-    for key, name in (("images", "images trained on"), ("users", "users trained")):
-        if any(key in line for line in steps):
-            yield Measure("cost", name, "count", sum(line.get(key, 0) for line in steps))
+    trained = {
+        "images trained on": [line.get("images") for line in steps],
+        "users trained": [line.get("trainings", line.get("users")) for line in steps],
+    }
+    for name, counts in trained.items():
+        if known := [count for count in counts if count is not None]:
+            yield Measure("cost", name, "count", sum(known))
     if any("selected" in line for line in steps):
         for key, name in (("selected", "users asked"), ("lost", "dropped out"), ("late", "late")):
             yield Measure("cost", name, "count", sum(line.get(key, 0) for line in steps))
@@ -150,16 +154,21 @@ def _bytes_by_step(run: RunRecord, ways: Sequence[str] = ("down", "up")) -> list
     """Bytes of each round: what a user receives and sends, times the users that were asked.
 
     Those that dropped out count as the others: at most they have sent all. None where it is not known. On
-    simulated devices the line says it.
+    simulated devices the line says it. Of vertical federated learning the traffic is a host's.
     """
     traffic = (run.results or {}).get("traffic")
     lines = [line for line in _history(run) if "users" in line]
     if traffic is None or not lines:
         return None
+    config = run.config
+    hosts = (config.model.parties or 1) - 1 if config.federated.algorithm == "vertical" else None
     return [
         float(sum(line[f"bytes_{way}"] for way in ways))
         if "bytes_down" in line
-        else float((line["users"] + line.get("lost", 0)) * sum(traffic[way] for way in ways))
+        else float(
+            (line["users"] + line.get("lost", 0) if hosts is None else hosts)
+            * sum(traffic[way] for way in ways)
+        )
         for line in lines
     ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-import numpy as np
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
@@ -97,8 +96,6 @@ def train_centralised(
         if epoch % config.evaluation.every_epochs == 0:
             recorder.evaluated(epoch, evaluation(model), model)
         loss = train_epoch(run, store, model, epoch)
-        if not np.isfinite(loss):
-            raise ValueError(f"the training loss of epoch {epoch} is {loss}: lower centralised.learning_rate")
         recorder.step_done(epoch, {"train_loss": round(loss, 6)}, model)
     if not recorder.ended:
         recorder.evaluated(config.centralised.num_epochs, evaluation(model), model)

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.tracking import Tracking
 from dataset.cli import Held, Stopped
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm
+from pfl_ext.algorithms.algorithm import Algorithm, is_finite
 from pfl_ext.algorithms.channel import FILE as ERRORS_FILE
 from pfl_ext.evaluation import LOSS, SCORES
+from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import barrier, from_main, is_main, tensors_from_main
 
@@ -46,6 +47,10 @@ class ModelState:
 
     def saved(self) -> None:
         """Nothing else has to know."""
+
+    def is_finite(self, state: PyTorchModel) -> bool:
+        """Whether all that is trained of the model is finite."""
+        return is_finite(state)
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, torch.Tensor]) -> PyTorchModel:
         """Put both back."""
@@ -119,8 +124,22 @@ class Checkpoints:
 
 
 def columns(task: Task, metrics: Metrics) -> dict[str, float]:
-    """The loss and the task's columns of one scored split."""
-    return {"loss": float(metrics[LOSS].overall_value), **task.summarise(metrics[SCORES])}
+    """The loss and the task's columns of one scored split; Diverged where one is not finite."""
+    found = {"loss": float(metrics[LOSS].overall_value), **task.summarise(metrics[SCORES])}
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise Diverged(f"{name} of a scored split is {value:g}")
+    return found
+
+
+def finite_part(values: Mapping[str, Any]) -> Tree:
+    """What JSON can hold of the values of a line: without numbers that are not finite, at any depth."""
+    inner = {
+        key: finite_part(value) if isinstance(value, Mapping) else value for key, value in values.items()
+    }
+    return {
+        key: value for key, value in inner.items() if not isinstance(value, float) or math.isfinite(value)
+    }
 
 
 class Recorder:
@@ -170,11 +189,19 @@ class Recorder:
             self.best = Best(step, score, self._val, weights)
 
     def step_done(self, step: int, values: Mapping[str, Any], state: Any) -> None:
-        """Write the line of ``step`` (its val is the model's before the step's update) and move on."""
+        """Write the line of ``step`` (its val is the model's before the step's update) and move on.
+
+        Raises:
+            Diverged: after the line, and before a checkpoint, when the step left numbers that are not finite.
+        """
         seconds, scored = self.progress.lap(), self._val is not None
+        whole, values = values, finite_part(values)
         if is_main() and self.ledger is not None:
             self.ledger.cover(step + 1, self.files.history)
         self._write_line({self.unit: step, "seconds": round(seconds, 4), **values})
+        if values != whole or not self.checkpoints.algorithm.is_finite(state):
+            self.progress.close()
+            raise Diverged(f"{self.unit} {step} ended with numbers that are not finite", self._remedy())
         self.progress.step_done(step + 1, seconds, scored)
         asked = from_main(self.held.number)  # all stop, or none; a later signal is for the next step
         if is_main() and (asked is not None or self.checkpoints.due(step + 1)):
@@ -184,6 +211,20 @@ class Recorder:
             barrier()  # a launcher may end those that are left when the first leaves; the main one is saving
             done = f"{step + 1} of {self.num_steps} {self.unit}s are done"
             raise Stopped(asked, f"{done} and {self.checkpoints.last} is written")
+
+    def _remedy(self) -> str:
+        """What to do about training that diverges, by the keys of this run."""
+        config, federated = self.run.config, self.run.config.federated
+        if config.mode == "centralised":
+            return "lower centralised.learning_rate or set centralised.max_grad_norm"
+        keys = ["local.learning_rate"]
+        if config.local.effective_learning_rate is not None:
+            keys = ["local.effective_learning_rate"]
+        if "server." not in federated.chosen.idle.split():
+            keys.append("server.learning_rate")
+        options = [each.name for each in fields(federated.chosen.options)]
+        keys += [f"federated.options.{name}" for name in options if name.endswith("learning_rate")]
+        return f"lower {' or '.join(keys)}, or set local.max_grad_norm"
 
     def end(self, state: Any) -> None:
         """Write the last line, which holds nothing but the val of the last model, and the last checkpoint.

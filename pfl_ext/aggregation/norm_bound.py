@@ -76,7 +76,7 @@ class BoundedUpdates(Stage):
         """Scale one user's update."""
         clipped = self._clipping.clip(stats)
         above = float(~(clipped.whole & clipped.finite))
-        return stats, Metrics([(BOUNDED, Weighted(above, 1))])
+        return stats, Metrics([(BOUNDED, Weighted(above, int(user_context.num_datapoints > 0)))])
 
     def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
         """Factors ``[U, V]`` and tallies ``[U, 5]`` from squared norms ``[U, V]``; the engine calls this."""

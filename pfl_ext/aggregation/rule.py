@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from dataset.arrays import FloatArray, IntArray
 from pfl_ext.aggregation.spool import Spool
-from pfl_ext.configs import STRICT, NoOptions
+from pfl_ext.configs import STRICT, NoOptions, rounded_down
 from pfl_ext.registry import Registry
 
 MEAN = "mean"
@@ -72,7 +72,7 @@ class AggregationRule(ABC):
 
     def bad(self, n: int) -> int:
         """f, the number of bad updates among n."""
-        return int(self.chosen.tolerated * n + 1e-9)
+        return rounded_down(self.chosen.tolerated, n)
 
     @abstractmethod
     def aggregate(self, spool: Spool, rows: IntArray) -> FloatArray:

@@ -267,6 +267,10 @@ class Algorithm(Choice, ABC, Generic[State]):
     def saved(self) -> None:
         """Is called once the checkpoint with the last `tensors` has its final name."""
 
+    def is_finite(self, state: State) -> bool:
+        """Whether all that is trained of the model is finite; a run ends after a round where it is not."""
+        return is_finite(self.model(state))
+
     def evaluate(self, state: State) -> Metrics:
         """The scores of a state."""
         return self.context.score(self.model(state))
@@ -284,6 +288,13 @@ class Algorithm(Choice, ABC, Generic[State]):
     def engine(self) -> CohortEngine | None:
         """The engine that trains users; None: pfl's own loop does."""
         return self.context.engine
+
+
+@torch.no_grad()
+def is_finite(model: PyTorchModel) -> bool:
+    """Whether all variables that training changes are finite."""
+    sums = [p.sum(dtype=torch.float32) for p in model.pytorch_model.parameters() if p.requires_grad]
+    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def trained_bytes(module: ImageClassifier) -> int:

@@ -34,7 +34,8 @@ from pfl_ext.algorithms.algorithm import RunContext, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
+from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import current
 
 LOSS_BYTES = 4
@@ -66,7 +67,7 @@ class ByLoss(ServerModelAlgorithm):
         """Compute the cohort's losses, train it, and make a step of the server's optimiser.
 
         Raises:
-            ValueError: when a user's loss is not finite.
+            Diverged: when a user's loss is not finite.
         """
         x, users = self.clients.weights(), self.clients.cohort(number)
         losses = self._losses(users, number)
@@ -113,9 +114,8 @@ class ByLoss(ServerModelAlgorithm):
                 found[place] = torch.tensor(self._loss(int(users[place])), dtype=torch.float64)
         self._gather(found)
         if not found.isfinite().all():
-            raise ValueError(
-                f"the loss of a user in round {number} is {float(found.sum()):g}: lower local.learning_rate"
-            )
+            found_loss = f"the loss of a user in round {number} is {float(found.sum()):g}"
+            raise Diverged(found_loss, "lower local.learning_rate")
         return found
 
     def _gather(self, table: Tensor) -> None:
@@ -128,13 +128,11 @@ class ByLoss(ServerModelAlgorithm):
         """A user's mean loss and its number of images."""
         model = self.context.model
         module: ImageClassifier = model.pytorch_model
-        noted, module.noted = module.noted, None  # these losses are no part of the round's training loss
         total, images = 0.0, 0
         for batch in self.context.users.user_dataset(user).once():
-            with torch.no_grad(), model.amp_context or contextlib.nullcontext():
+            with torch.no_grad(), model.amp_context or contextlib.nullcontext(), not_noted(model):
                 total += float(module.loss(*model._prepare_batch(batch))) * len(batch[0])
             images += len(batch[0])
-        module.noted = noted
         return (total / images if images else 0.0), float(images)
 
     def bytes(self, state: PyTorchModel) -> Traffic:

@@ -12,14 +12,14 @@ clipping came first, the bound would be ``d / k C`` for random-k, and C plus a s
 Private runs refuse error feedback, since its state outlives the round. Local privacy refuses any compression,
 since its noise makes every message dense.
 
-**Replacement.** A user who comes twice in a cohort has the same draws both times; each message is unbiased.
+**Replacement.** A user who comes twice in a cohort has draws of its own each time, as in its local training.
 
 Letters: P numbers of an update, n users of a cohort.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
-from pfl_ext.stage import Stage
+from pfl_ext.stage import Stage, turn_of
 from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main
 
 FILE = "compression_errors.f32"
@@ -144,7 +144,7 @@ class Channel(Stage):
     ) -> None:
         self._variables = FlatVariables(module, names)
         self._compressor, self._seed, self._round = compressor, seed, 0
-        self._numbers = users.partition.numbers
+        self._users, self._turns = users, dict[int, Iterator[int]]()
         self._errors: Errors | None = None
         if getattr(compressor.chosen, "error_feedback", False):
             self._errors = Errors(users, self._variables.length, None if folder is None else folder / FILE)
@@ -156,7 +156,7 @@ class Channel(Stage):
 
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
-        self._round = number
+        self._round, self._turns = number, self._users.later_turns(cohort)
         if self._errors is not None:
             self._errors.begin(cohort)
 
@@ -171,6 +171,7 @@ class Channel(Stage):
 
         An update that is not finite is sent as it is, and leaves the user's error unchanged.
         """
+        turn = turn_of(user, self._turns)
         tensors = [update[name].detach() for name in self._variables.shapes]
         error = None if self._errors is None else self._errors.read(user)
         if error is not None:
@@ -178,7 +179,7 @@ class Channel(Stage):
             tensors = [t + part for t, part in zip(tensors, parts.values())]
         if not all(bool(torch.isfinite(t).all()) for t in tensors):
             return dict(update)
-        rng = stream(self._seed, "compression", self._round, user)
+        rng = stream(self._seed, "compression", self._round, user, *turn)
         decoded = self._compressor.decoded(tensors, rng)
         if self._errors is not None:
             left = [(x - y).reshape(-1) for x, y in zip(tensors, decoded)]
@@ -190,7 +191,7 @@ class Channel(Stage):
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Replace the user's update by `sent`; a user without images is left as it is."""
         if user_context.num_datapoints:
-            sent = self.sent(dict(stats.items()), self._numbers[str(user_context.user_id)])
+            sent = self.sent(dict(stats.items()), self._users.partition.numbers[str(user_context.user_id)])
             for name in self._variables.shapes:
                 stats[name] = sent[name]
         return stats, Metrics()

@@ -127,7 +127,8 @@ class Clients:
             for place in mine:
                 updates[place], seen[place] = self.train_alone(weights[place], users[place], number)
         if (workers := current()) is not None:
-            workers.sum_model([seen], [update[name] for update in updates for name in update])
+            # exactly, whatever runtime.reduce says: these are single users' updates, and no sums
+            workers.all_reduce([seen, *(update[name] for update in updates for name in update)])
         return updates, line_of(seen)
 
     def unseen(self, users: IntArray) -> Tensor:

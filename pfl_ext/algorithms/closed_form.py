@@ -203,6 +203,10 @@ class ClosedForm(Algorithm[Sums]):
             self.layer.bias.copy_(bias / temperature)
         return self.context.model
 
+    def is_finite(self, state: Sums) -> bool:
+        """Whether all sums are finite, from which the head is not solved after each round."""
+        return all(bool(tensor.isfinite().all()) for tensor in state.values())
+
     def tensors(self, state: Sums) -> dict[str, Tensor]:
         """The sums."""
         return dict(state)

@@ -90,6 +90,7 @@ class Decentralised(Algorithm[Models]):
     """Base of algorithms without a server. A subclass defines the mixing matrix of a round (`matrix`)."""
 
     idle: ClassVar[str] = "server. federated.weighting federated.sampling federated.replacement"
+    idle_in_runtime: ClassVar[str] = "reduce"
     keeps_omega: ClassVar[bool] = False
     """Whether the rows of M may have another sum than 1; then `Models.omega` is mixed and sent as well."""
 

@@ -59,7 +59,7 @@ from pfl_ext.algorithms.matching import (
     neurons,
     reordered,
 )
-from pfl_ext.configs import STRICT
+from pfl_ext.configs import STRICT, rounded_down
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
@@ -112,6 +112,7 @@ class FedMA(Algorithm[Networks]):
         "set federated.replacement to false",
     }
     idle: ClassVar[str] = "server."
+    idle_in_runtime: ClassVar[str] = "reduce"
     only_last: ClassVar[bool] = True
 
     def __init__(self, context: RunContext) -> None:
@@ -136,7 +137,7 @@ class FedMA(Algorithm[Networks]):
                 )
         *hidden, last = layers_of(setup.module.backbone, BACKBONE)
         layers = len([*hidden, last])
-        if options.room and not any(int(options.room * layer.neurons) for layer in hidden):
+        if options.room and not any(rounded_down(options.room, layer.neurons) for layer in hidden):
             raise ValueError(
                 f"federated.options.room is {options.room:g}, less than a neuron in each layer of this "
                 "network: raise it, or set it to 0"
@@ -158,7 +159,7 @@ class FedMA(Algorithm[Networks]):
         options: FedMAOptions = self.context.options
         first = self.clients.weights()
         for layer, following in pairwise(self.layers):
-            there = layer.neurons - int(options.room * layer.neurons)
+            there = layer.neurons - rounded_down(options.room, layer.neurons)
             first = first_neurons(first, layer, following, there)
         return Networks([dict(first) for _ in self.users])
 

@@ -34,7 +34,6 @@ The engine does not know these steps, so pfl's loop over users makes them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle
 from typing import Annotated, Any, ClassVar
@@ -55,7 +54,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Batch, UserImages
 from pfl_ext.models.darts import SearchNetwork
 from pfl_ext.randomness import stream
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -193,7 +192,7 @@ def alpha_step(
 ) -> None:
     """Make a step of alpha on ``weight`` times the loss of ``train`` plus the loss of ``val``."""
     alphas = network_of(model).alphas
-    with _not_noted(model):
+    with not_noted(model):
         gradients = torch.autograd.grad(_loss(model, val), alphas)
         if weight:
             of_train = torch.autograd.grad(_loss(model, train), alphas)
@@ -220,14 +219,3 @@ def weight_step(
 def _loss(model: PyTorchModel, batch: Batch) -> Tensor:
     loss: Tensor = model.pytorch_model.loss(*model._prepare_batch(batch))
     return loss
-
-
-@contextlib.contextmanager
-def _not_noted(model: PyTorchModel) -> Iterator[None]:
-    """In this context losses do not count in the round's training loss, since they belong to no step of w."""
-    module = model.pytorch_model
-    noted, module.noted = module.noted, None
-    try:
-        yield
-    finally:
-        module.noted = noted

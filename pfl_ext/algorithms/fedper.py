@@ -19,7 +19,7 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import RunContext, register
+from pfl_ext.algorithms.algorithm import RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.personal_parts import personal_names, trained_names
 from pfl_ext.algorithms.personal_steps import InPhases, Phase
@@ -55,6 +55,21 @@ class FedPer(Personalised):
         tuned = set(self.layout.shapes) or set(trained_names(context.model.pytorch_model))
         phase = Phase(tuned, self.context.options.tune_epochs)
         self._tuning = Clients(replace(self.context, engine=None), InPhases([phase]))
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse what `Personalised` refuses, and users who share nothing unless all is said to be personal.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        super().check(setup)
+        alone = getattr(setup.options, "personal", None) == "all"
+        if not alone and not cls.shared_names(setup.module, setup.options):
+            raise ValueError(
+                f"{cls.__name__} would share nothing, as every trained variable stays with its user: set "
+                "model.trained to all, or choose other personal variables (federated.options.personal)"
+            )
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:

@@ -8,8 +8,9 @@ This is FedPer with two phases of local training, each with a new optimiser:
     x_i <- SGD on F_i(x_i, h_i) from x with h_i fixed, `local.num_epochs` epochs (the paper's: 1);
 
 and ``x_i - x`` is sent. Gradients of the fixed variables are not computed. The first phase has batches of its
-own, the second has FedAvg's, so without personal variables the algorithm is FedAvg. The authors train every
-user's head for 10 more epochs before it is scored (`federated.options.tune_epochs`).
+own, the second has FedAvg's, so without personal variables the algorithm is FedAvg. A round's training loss
+is that of the second phase. The authors train every user's head for 10 more epochs before it is scored
+(`federated.options.tune_epochs`).
 
 The engine does not know these phases, so pfl's loop over users trains them.
 """
@@ -49,5 +50,6 @@ class FedRep(FedPer):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         options = self.context.options
-        first = Phase(list(self.layout.shapes), options.personal_epochs, options.personal_learning_rate)
+        epochs, rate = options.personal_epochs, options.personal_learning_rate
+        first = Phase(list(self.layout.shapes), epochs, rate, noted=not self.shared)
         self.clients = Clients(self.context, InPhases([first, Phase(self.shared)]))

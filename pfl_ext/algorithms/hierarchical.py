@@ -91,7 +91,7 @@ class Hierarchical(ServerModelAlgorithm):
                 for name, difference in total.items():
                     difference.add_(y[name] - x[name], alpha=weight / sum(weights))
         rate = self.clients.server_step(x, total, number)
-        line = {"users": len(cohort), **_together(lines, self.context.options.inner_rounds)}
+        line = {"users": len(cohort), **_together(lines)}
         return state, {**line, "groups": len(parts), "learning_rate": rate}
 
     def _inner_rounds(self, x: Weights, users: IntArray, number: int) -> tuple[Weights, list[dict[str, Any]]]:
@@ -119,9 +119,15 @@ class Hierarchical(ServerModelAlgorithm):
         return Traffic(size, size)
 
 
-def _together(lines: list[dict[str, Any]], inner_rounds: int) -> dict[str, Any]:
-    """One line for a group's inner rounds: images counted once, and the mean loss over all inner rounds."""
-    line: dict[str, Any] = {"images": sum(one["images"] for one in lines) // inner_rounds}
+def _together(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line for the inner rounds of all groups: sums over them, and the mean loss.
+
+    A user counts in ``trainings`` once, and with all of its images, for each inner round.
+    """
+    line: dict[str, Any] = {
+        "trainings": sum(one["users"] for one in lines),
+        "images": sum(one["images"] for one in lines),
+    }
     losses = [one for one in lines if "train_loss" in one]
     if losses:
         total = sum(one["images"] * one["train_loss"] for one in losses)

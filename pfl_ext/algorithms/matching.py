@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dataset.arrays import BoolArray, FloatArray, IntArray
 from pfl_ext.algorithms.clients import Weights
 from pfl_ext.models.dropout import KeyedDropout
+from pfl_ext.tasks.ranking import Diverged
 
 BETWEEN = (nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Identity, KeyedDropout)
 """Modules that may stand between two layers, since they treat all channels, or all units, in the same way."""
@@ -148,6 +149,8 @@ def matched(users: Sequence[Neurons], passes: int, belief: Belief) -> list[Place
     def place(user: int) -> None:
         own = users[user]
         gains = _gains(total, holders, own, len(users), belief)
+        if not np.isfinite(gains).all():
+            raise Diverged("a user's neurons are not finite", "lower local.learning_rate")
         found[user] = np.asarray(linear_sum_assignment(gains, maximize=True)[1], np.int64)
         count(user, 1)
 

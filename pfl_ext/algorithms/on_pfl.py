@@ -44,7 +44,7 @@ from pfl_ext.events import no_running_loop
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import NoisyMean, PrivateMean
 from pfl_ext.privacy.local import LocallyPrivateMean
-from pfl_ext.rules import Refusals, Rule, StepCounter
+from pfl_ext.rules import Refusals, Rule, StepCounter, not_noted
 
 STATE, CHANNEL = "algorithm/", "compression/"
 """Prefixes of names in a checkpoint: of the users' states, and of their compression errors."""
@@ -79,10 +79,8 @@ def _gradient(model: PyTorchModel, batches: Iterable[Any], num_images: int) -> d
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in batches:
         ready = model._prepare_batch(batch)
-        with model.amp_context or contextlib.nullcontext():
-            noted, model.pytorch_model.noted = getattr(model.pytorch_model, "noted", None), None
-            loss = model.pytorch_model.loss(*ready)  # not part of any step
-            model.pytorch_model.noted = noted
+        with model.amp_context or contextlib.nullcontext(), not_noted(model):
+            loss = model.pytorch_model.loss(*ready)
         found = torch.autograd.grad(loss, list(parameters.values()))
         for name, gradient in zip(total, found):
             total[name].add_(gradient, alpha=len(ready[0]) / num_images)
@@ -287,6 +285,7 @@ class PflLoop(ServerModelAlgorithm):
         members = self.context.users.members(self.context.cohort_size)
         line = {
             **cohort_line(metrics),
+            "users": len(members),  # pfl counts the placeholder of a worker without users too
             "learning_rate": values["learning rate"],
             "max_local_steps": max((m.num_steps for m in members), default=0),
         }

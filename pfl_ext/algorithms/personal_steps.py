@@ -19,7 +19,7 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
 from pfl_ext.data.federated_dataset import Batch, UserImages
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Descent:
         for group in self._optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in chosen]
 
-    def step(self, batch: Batch) -> None:
-        """Make one step on a batch."""
-        ready = self._model._prepare_batch(batch)
-        with self._model.amp_context or contextlib.nullcontext():
+    def step(self, batch: Batch, noted: bool = True) -> None:
+        """Make one step on a batch; ``noted``: whether its loss counts in the round's training loss."""
+        ready, aside = self._model._prepare_batch(batch), contextlib.nullcontext()
+        with self._model.amp_context or contextlib.nullcontext(), aside if noted else not_noted(self._model):
             loss = self._model.pytorch_model.loss(*ready)
         variables = list(self._variables.values())
         for parameter, gradient in zip(variables, torch.autograd.grad(loss, variables, allow_unused=True)):
@@ -89,6 +89,8 @@ class Phase:
     rate: float | None = None
     """Learning rate; None: the run's in this round."""
     pull: Pull | None = None
+    noted: bool = True
+    """Whether its losses count in the round's training loss."""
 
 
 class InPhases:
@@ -115,7 +117,7 @@ class InPhases:
             descent = Descent(model, local, phase.names, rate, phase.pull)
             for _ in range(epochs):
                 for batch in images.iter(local.local_batch_size):
-                    descent.step(batch)
+                    descent.step(batch, phase.noted)
         update = model.get_model_difference(start, clone=True)
         model.set_parameters(start)
         return update, Metrics()

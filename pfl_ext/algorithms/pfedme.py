@@ -15,8 +15,9 @@ sends ``w_i - w``. The server makes the step ``w <- (1 - beta) w + beta sum_i p_
 in the paper.
 
 Training does not read what a user kept. The user keeps its last theta_i on disk only to be scored as its own
-model. The ``local`` keys for momentum, weight decay and clipping act on the steps of theta_i; the paper has
-none of them. In the paper all users train and those drawn are averaged; here only those drawn train.
+model. No loss is computed at w_i, so a round's training loss is that of the steps of theta_i. The ``local``
+keys for momentum, weight decay and clipping act on the steps of theta_i; the paper has none of them. In the
+paper all users train and those drawn are averaged; here only those drawn train.
 
 The engine does not know these steps, so pfl's loop over users makes them.
 """

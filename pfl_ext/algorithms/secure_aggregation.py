@@ -55,6 +55,7 @@ from pfl_ext.algorithms.finite_field import (
     uniform,
 )
 from pfl_ext.algorithms.secure_sum import SecureSum, Sent, SumLost, unwatched
+from pfl_ext.configs import rounded_down
 
 TAG = 16
 """Bytes that the cipher adds to a message."""
@@ -221,7 +222,7 @@ class SecureAggregation(SecureSum):
         """
         super().check(setup)
         users, degree = setup.cohort_size, degree_of(setup)
-        left = users - int(setup.options.drop_out * users)
+        left = users - rounded_down(setup.options.drop_out, users)
         if users < 2:
             raise ValueError(
                 "secure_aggregation hides a user among others: set federated.cohort_size to 2 or more"

@@ -40,7 +40,7 @@ from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.finite_field import MOST_BITS, Elements, decode, encode, most_bits
 from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
-from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.configs import STRICT, Fraction, rounded_down
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import is_main
@@ -80,6 +80,7 @@ class SecureSum(ServerModelAlgorithm):
         "replacement": "a secure sum is over different users, who have one key each: draw cohorts without "
         "replacement, set federated.replacement to false",
     }
+    idle_in_runtime: ClassVar[str] = "reduce"
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -114,7 +115,7 @@ class SecureSum(ServerModelAlgorithm):
     def drawn(self, places: np.ndarray[Any, Any], number: int, *keys: int) -> list[int]:
         """A share `drop_out` of these places, drawn from the run's seed and the round."""
         rng = stream(self.context.seed, "users lost in secure sums", number, *keys)
-        count = int(self.context.options.drop_out * len(places))
+        count = rounded_down(self.context.options.drop_out, len(places))
         return sorted(int(place) for place in rng.permutation(places)[:count])
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:

@@ -8,7 +8,7 @@ Letters: U users, n users of a round, m of them attackers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore
 from pfl_ext.randomness import derive, stream
 from pfl_ext.registry import Registry
-from pfl_ext.stage import Stage
+from pfl_ext.stage import Stage, turn_of
 
 HONEST = "honest"
 """The name that stands for no attack."""
@@ -91,7 +91,7 @@ class Attackers(Stage):
     ) -> None:
         self.attack, self._seed, self._names = attack, seed, names
         self._bad = attackers(seed, users.num_users, share)
-        self._numbers = users.partition.numbers
+        self._users, self._turns = users, dict[int, Iterator[int]]()
         self._round = self._cohort_size = 0
 
     def among(self, users: IntArray) -> BoolArray:
@@ -101,16 +101,17 @@ class Attackers(Stage):
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
         self._round, self._cohort_size = number, len(cohort)
+        self._turns = self._users.later_turns(cohort)
 
     @torch.no_grad()
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Replace the update if the user is an attacker."""
-        user = self._numbers.get(str(user_context.user_id))
+        user = self._users.partition.numbers.get(str(user_context.user_id))
         if user is not None and self._bad[user] and user_context.num_datapoints:
             own = [stats[name].detach() for name in self._names]
-            rng = stream(self._seed, "attack", self._round, user)
+            rng = stream(self._seed, "attack", self._round, user, *turn_of(user, self._turns))
             for name, tensor in zip(self._names, self.attack.update(own, rng, self._cohort_size)):
                 stats[name] = tensor
         return stats, Metrics()

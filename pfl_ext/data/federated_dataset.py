@@ -127,18 +127,17 @@ class FederatedImageDataset(FederatedDataset):
 
     The cohort of a round, the images that a user with many brings, their order and their crops depend on
     (seed, round, user) alone. ``sampler``: "fixed" draws a number of users without replacement, "replacement"
-    with replacement (pfl-research). "poisson" draws each user independently, so the size varies; a worker
-    without users then gets one without images, since pfl needs a user to sum over. "cyclic" takes the next
-    users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws one user after another from
-    those left, with probabilities proportional to their images (so a user with more than 1 / cohort_size of
-    all images comes less often than that). "proportional_replacement" draws from all users: the plain mean of
-    updates is then unbiased, and a user that comes twice brings two samples. If all users have the same size,
-    these two are "fixed" and "replacement". ``reweight`` puts weights into the targets, as FedIR's.
-    ``collate`` is the task's, for annotations that are no plain arrays. ``cohort_seed`` must be a secret for
-    privacy amplified by sampling, so that cohorts cannot be drawn again. ``noise_seed`` is the secret for the
-    seeds that pfl gives to its own mechanisms (pfl keeps 32 bits of each). Where it is None they come from
-    ``seed``, and `CentrallyEvaluatedBackend` refuses these mechanisms, because anybody who knows ``seed``
-    could subtract their noise. ``threads`` threads read ahead.
+    with replacement (pfl-research). "poisson" draws each user independently, so the size varies. "cyclic"
+    takes the next users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws one user after
+    another from those left, with probabilities proportional to their images (so a user with more than 1 /
+    cohort_size of all images comes less often than that). "proportional_replacement" draws from all users:
+    the plain mean of updates is then unbiased, and a user that comes twice brings two samples. If all users
+    have the same size, these two are "fixed" and "replacement". ``reweight`` puts weights into the targets,
+    as FedIR's. ``collate`` is the task's, for annotations that are no plain arrays. ``cohort_seed`` must be a
+    secret for privacy amplified by sampling, so that cohorts cannot be drawn again. ``noise_seed`` is the
+    secret for the seeds that pfl gives to its own mechanisms (pfl keeps 32 bits of each). Where it is None
+    they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these mechanisms, because anybody who
+    knows ``seed`` could subtract their noise. ``threads`` threads read ahead.
 
     Raises:
         ValueError: when a cohort is larger than the population.
@@ -300,15 +299,19 @@ class FederatedImageDataset(FederatedDataset):
         shares = self.assign(np.array([m.user for m in members], np.int64), distributed.world_size)
         return [members[p] for p in shares[distributed.global_rank]]
 
-    @property
-    def _may_be_few(self) -> bool:
-        """Whether a round may have fewer users than there are workers."""
-        return self._sampler == "poisson" or self._only is not None or self.turnouts is not None
+    def later_turns(self, cohort: IntArray) -> dict[int, Iterator[int]]:
+        """The turns of users who come several times in a cohort, in the order in which this worker has
+        them."""
+        users, counts = np.unique(cohort, return_counts=True)
+        if counts.max(initial=1) == 1:
+            return {}
+        distributed = get_ops().distributed
+        mine = self.assign(cohort, distributed.world_size)[distributed.global_rank]
+        turns = {int(user): list(np.flatnonzero(cohort == user)) for user in users[counts > 1]}
+        return {user: iter([places.index(p) for p in mine if p in places]) for user, places in turns.items()}
 
     def idle_workers(self, cohort_size: int) -> int:
         """Number of workers without a user in this round. pfl counts a placeholder user for each of them."""
-        if not self._may_be_few:
-            return 0
         shares = self.assign(self.cohort(cohort_size), get_ops().distributed.world_size)
         return sum(not share for share in shares)
 
@@ -359,7 +362,7 @@ class FederatedImageDataset(FederatedDataset):
         """This worker's share of the cohort, in pfl's form: pairs of (user dataset, seed)."""
         mine = self.share(cohort_size)
         datasets = self.read_all(mine)
-        if self._may_be_few and not mine:
+        if not mine:
             nobody = self._store.read(np.empty(0, np.int64))
             rng = stream(self._seed, "nobody")
             yield UserImages(*nobody, "nobody", self._sampling, rng, self._collate), 0

@@ -204,12 +204,17 @@ def check_probabilities(scores: Array) -> None:
 
 
 class Diverged(ValueError):
-    """The scores of a model are no numbers."""
+    """A model whose weights, losses or scores are no finite numbers.
+
+    Args:
+        found: what is not finite, in words.
+        remedy: what to do; names the key where that is known.
+    """
+
+    def __init__(self, found: str, remedy: str = "try a lower learning rate or gradient clipping") -> None:
+        super().__init__(f"{found}: the model has diverged, {remedy}")
 
 
 def diverged(unknown: int, size: int) -> Diverged:
     """The error for ``unknown`` of ``size`` scores that are NaN."""
-    return Diverged(
-        f"{unknown:,} of {size:,} scores are NaN: the model has diverged, try a lower learning rate or "
-        "gradient clipping"
-    )
+    return Diverged(f"{unknown:,} of {size:,} scores are NaN")

@@ -41,6 +41,11 @@ def check_updates(config: TrainingConfig) -> None:
                 )
     if config.devices is not None:
         _check_taken(config, "devices are given", "devices to none", "devices")
+    if config.attack.chosen.colludes and config.compression.name != PLAIN:
+        raise ValueError(
+            f"attack.kind is {config.attack.name}, whose attackers see what the others send, and their own "
+            f"update would not be compressed: set compression.kind to {PLAIN}, or choose another attack"
+        )
     if getattr(config.compression.chosen_options, "error_feedback", False) and config.federated.replacement:
         raise ValueError(
             "compression.options.error_feedback is true, and a user keeps one state of its own, so must come "

@@ -18,7 +18,7 @@ from PIL import Image
 
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.groups import Comparison
-from benchmarks.compare.measures import curve, deciles
+from benchmarks.compare.measures import curve, deciles, measures
 from benchmarks.compare.reading import compare, read_any
 from benchmarks.compare.series import (
     by_megabytes,
@@ -155,6 +155,22 @@ def test_bytes_are_those_of_a_user_times_the_users_that_were_asked(out: Path) ->
         if (line["section"], line["measure"]) == ("bytes", "the whole run")
     }
     assert total == 4 * (8 + 2) * (4000 + 1000)
+
+
+def test_a_vertical_round_has_the_bytes_of_its_hosts(tmp_path: Path) -> None:
+    words = ("--federated.algorithm=vertical", "--model.parties=4", "--augment.flip=none")
+    vertical, _ = read_any(whole_run(tmp_path / "vertical", *words))
+    (total,) = [each.value for each in measures(vertical) if each[:2] == ("bytes", "the whole run")]
+    assert total == 4 * (4 - 1) * (4000 + 1000)
+
+
+def test_trainings_of_a_user_in_inner_rounds_all_count(tmp_path: Path) -> None:
+    directory = whole_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps({**line, "trainings": 16}) + "\n" for line in lines)
+    (directory / "metrics.jsonl").write_text(text)
+    (trained,) = [each.value for each in measures(read_any(directory)[0]) if each.name == "users trained"]
+    assert trained == 4 * 16
 
 
 def test_only_keys_that_differ_are_shown_and_those_without_effect_are_not(

@@ -150,8 +150,9 @@ def test_a_norm_bound_is_computed_by_the_engine_for_all_users_at_once(
 SPOOLED = (f"{RULE}kind=multi_krum", f"{ATTACK}kind=alie", f"{ATTACK}share=0.25", "--federated.cohort_size=8")
 
 
-def test_it_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
-    argv = (*SPOOLED, f"{RULE}options.bucket_size=2", f"{RULE}options.tolerated=0", *TOP_K)
+@pytest.mark.parametrize("more", [(f"{ATTACK}kind=alie",), (f"{ATTACK}kind=gaussian", *TOP_K)])
+def test_it_is_killed_and_goes_on_bit_for_bit(more: tuple[str, ...], train: Train) -> None:
+    argv = (*SPOOLED[:1], *SPOOLED[2:], f"{RULE}options.bucket_size=2", f"{RULE}options.tolerated=0", *more)
     argv_of_four = (*argv, "--federated.num_rounds=4")
     whole = train(*argv_of_four, name="whole")
     with killed_at(2):
@@ -228,6 +229,10 @@ NEEDS = (
         (
             [f"{ATTACK}kind=alie", "--federated.replacement=true"],
             "attack.kind is alie, for which each user of",
+        ),
+        (
+            [f"{ATTACK}kind=alie", "--compression.kind=sign"],
+            "set compression.kind to float32, or choose anot",
         ),
         (
             [f"{RULE}kind=median", "--federated.weighting=users"],

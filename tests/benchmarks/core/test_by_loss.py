@@ -171,7 +171,8 @@ def test_what_it_cannot_do_is_refused_in_one_line(
 def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path: Path) -> None:
     diverging = merge(TREES["tilted 1"], {"local": {"learning_rate": 1e30}})
     with pytest.raises(
-        ValueError, match=r"^the loss of a user in round 1 is \S+: lower local\.learning_rate$"
+        ValueError,
+        match=r"^the loss of a user in round 1 is \S+: the model has diverged, lower local\.learning_rate$",
     ):
         trajectory(run_of(diverging), tmp_path)
 

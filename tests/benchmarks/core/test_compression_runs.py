@@ -29,7 +29,7 @@ from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Array, Direct, run_of, trajectory
-from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.core.worker_runs import ROUNDS, SMALL
 from tests.benchmarks.sparing import sparingly
 from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
@@ -250,8 +250,10 @@ def test_a_run_without_compression_has_the_digest_that_it_had() -> None:
     assert digest(parse(TOP_K).config) != digest(plain.config)
 
 
-def test_two_workers_keep_and_send_what_one_does(mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, *TOP_K, f"--data_path={mini_file}", "--federated.cohort_size=8"]
+@pytest.mark.parametrize("cohort", [8, 1])
+def test_two_workers_keep_and_send_what_one_does(cohort: int, mini_file: Path, tmp_path: Path) -> None:
+    """With a cohort of one user, one of them has nobody to train."""
+    argv = [*SMALL, *TOP_K, f"--data_path={mini_file}", f"--federated.cohort_size={cohort}"]
     argv.append("--runtime.engine=fast")
     with sparingly():
         assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
@@ -260,7 +262,8 @@ def test_two_workers_keep_and_send_what_one_does(mini_file: Path, tmp_path: Path
     alone, together = (
         checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
     )
-    assert (alone["compression/rows"] >= 0).sum() > 8
+    assert [line["users"] for line in lines(tmp_path / "2")[:-1]] == [cohort] * ROUNDS
+    assert (alone["compression/rows"] >= 0).sum() > cohort
     for key, tensor in alone.items():
         if key.startswith("model/"):
             torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7)

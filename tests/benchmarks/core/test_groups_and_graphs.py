@@ -225,6 +225,9 @@ def test_it_is_killed_and_goes_on_bit_for_bit(name: str, train: Train) -> None:
     if name == "hierarchical":
         size = sum(w.numel() * 4 for key, w in kept.items() if key.startswith("model/"))
         assert traffic == {"down": 2 * size, "up": 2 * size}
+        assert all(line["trainings"] == 2 * line["users"] for line in lines(directory)[:-1])
+        once = lines(train("--federated.num_rounds=1", name="once"))[0]
+        assert lines(directory)[0]["images"] == 2 * once["images"]
         return
     x = {key: w for key, w in kept.items() if key.startswith("x/")}
     size, n = sum(w[0].numel() * 4 for w in x.values()), len(kept["omega"])

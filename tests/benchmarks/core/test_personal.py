@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.run_directory import RunDirectory
+from pfl_ext.algorithms.clients import line_of
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import (
     CLASSES,
@@ -183,6 +185,22 @@ def test_without_a_personal_layer_it_is_fedavg(name: str, more: Tree, tmp_path: 
     assert quadratics.distances(ours, fedavg).max() < quadratics.TOLERANCE
     other, _ = found_by(merge(tree_of(name, personal="1.bias"), more), tmp_path / "other", engine)
     assert quadratics.distances(other, fedavg).max() > 1000 * quadratics.TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep"])
+def test_the_training_loss_is_that_of_the_steps_of_what_is_shared(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[float] = []
+
+    def noted(seen: Tensor) -> Any:
+        counted.append(float(seen[:, 2].sum()))
+        return line_of(seen)
+
+    monkeypatch.setattr("pfl_ext.algorithms.personalised.line_of", noted)
+    tree = tree_of(name, **OPTIONS[name])
+    found_by(tree, tmp_path)
+    assert set(counted) == {run_of(tree).config.local.num_epochs * sum(quadratics.SIZES)}
 
 
 def test_dittos_server_has_fedavgs_model_and_with_lambda_0_users_train_alone(tmp_path: Path) -> None:

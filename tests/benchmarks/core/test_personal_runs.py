@@ -146,6 +146,8 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         (["pfedme", f"{OPTION}proximal_weight=0"], "federated.options.proximal_weight is '0': "),
         (["pfedme", f"{OPTION}personal_steps=0"], "federated.options.personal_steps is '0': "),
         (["pfedme", "--local.head_rate_factor=2"], "pfedme moves all of w_i at one rate: set local.head"),
+        (["fedper", "--model.trained=head"], "FedPer would share nothing, as every trained variable stays"),
+        (["fedrep", f"{OPTION}personal=conv,fc"], "FedRep would share nothing"),
         (["fedper", "--federated.replacement=true"], "a user keeps one state of its own, and must come once"),
         (["fedper", "--federated.reweight=fedir"], "--federated.reweight has no effect where federated.algo"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,13 +14,16 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from pfl.metrics import Metrics, Weighted
 
 from benchmarks.core import progress, recorder
 from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.progress import duration
-from benchmarks.core.recorder import Recorder
+from benchmarks.core.recorder import Recorder, columns, finite_part
 from dataset.cli import Stopped
 from pfl_ext import checkpoint
+from pfl_ext.evaluation import LOSS, SCORES
+from pfl_ext.tasks.ranking import Diverged
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.test_faults import LONG
 from tests.benchmarks.test_train import error_line, lines, results
@@ -139,6 +143,41 @@ def test_the_bar_is_closed_before_the_error_line(
     shown = capfd.readouterr().err
     assert re.search(r"0/2 \[.*\]", shown), "there was a bar"
     assert shown.endswith("\nerror: no luck\n")
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--runtime.engine=stock"], "lower local.learning_rate or server.learning_rate, or set local.max_"),
+        (["--federated.algorithm=split"], "lower local.learning_rate, or set local.max_grad_norm"),
+        (["--config=c-r-17", "--centralised.learning_rate=1e30"], "lower centralised.learning_rate or set"),
+    ],
+)
+def test_training_that_diverges_ends_before_a_checkpoint_holds_it(
+    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = [] if "--config=c-r-17" in argv else ["--local.learning_rate=1e20", "--evaluation.every_rounds=9"]
+    directory = train(*argv, *rate, code=2)
+    error, last = error_line(capsys), directory / "checkpoint" / "last.safetensors"
+    step = lines(directory)[-1]["epoch" if "epoch" in error else "round"]
+    assert f"{step} ended with numbers that are not finite: the model has diverged, " in error
+    assert message in error
+    if last.exists():
+        tensors, state = checkpoint.load(last)
+        assert state["step"] == step
+        model = checkpoint.part(tensors, checkpoint.MODEL)
+        assert all(bool(tensor.isfinite().all()) for tensor in model.values())
+
+
+def test_what_is_not_finite_is_no_score_and_stands_in_no_line() -> None:
+    task, metrics = mock.Mock(), {LOSS: Weighted(math.inf, 1.0), SCORES: None}
+    task.summarise.return_value = {"accuracy": 50.0}
+    with pytest.raises(Diverged, match="loss of a scored split is inf: the model has diverged"):
+        columns(task, Metrics(list(metrics.items())))
+    assert finite_part({"a": math.nan, "b": {"c": math.inf, "d": 1.0}, "e": "x"}) == {
+        "b": {"d": 1.0},
+        "e": "x",
+    }
 
 
 def test_a_finished_run_keeps_no_checkpoint_unless_asked(train: Train) -> None:

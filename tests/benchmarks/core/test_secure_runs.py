@@ -199,6 +199,10 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
             [SECURE, "--federated.options.group_size=3"],
             "group_size is no option of secure_aggregation, which",
         ),
+        (
+            [SECURE, "--runtime.reduce=bf16"],
+            "runtime.reduce has no effect where federated.algorithm is secure",
+        ),
         ([SECURE, "--federated.options.drop_out=1"], "federated.options.drop_out is '1': "),
         ([SECURE, "--federated.options.colluding=0"], "federated.options.colluding is '0': "),
         ([TURBO], "group_size is 5, and a cohort has 4 users: lower it, or raise federated.cohort_size"),

@@ -37,6 +37,7 @@ def cases() -> dict[str, Setting]:
     return {
         "fednova": Setting(SIZES, once, nova=True, momentum=0.5, weight_decay=0.01, rounds=2),
         "fednova-proximal": Setting(SIZES, once, nova=True, mu=0.3, rounds=2),
+        "fednova-alone": Setting([5, 9], once, nova=True, by_images=False, cohort=1, rounds=2),
         "fedvc-fedir": Setting(
             SIZES,
             virtual,

@@ -100,6 +100,7 @@ def of_all(fast: bool) -> dict[str, Tensor]:
 
 
 def test_two_workers_both_have_every_update_that_one_has(tmp_path: Path) -> None:
+    """Exactly, although they send sums of the model as bf16."""
     run(command("torchrun", 2, "tests.pfl_ext.algorithms.test_clients", str(tmp_path)))
     for fast in (False, True):
         alone = of_all(fast)
@@ -112,7 +113,7 @@ def test_two_workers_both_have_every_update_that_one_has(tmp_path: Path) -> None
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with connected("auto", threads=1, timeout=60):
+    with connected("auto", threads=1, timeout=60, compress=True):
         workers = current()
         assert workers is not None
         for with_engine in (False, True):

@@ -24,6 +24,7 @@ from pfl_ext.algorithms.matching import (
     reordered,
 )
 from pfl_ext.models.small import NETWORKS
+from pfl_ext.tasks.ranking import Diverged
 
 PLAIN = ("lenet", "fedavg_cnn", "simple_cnn", "cifar_cnn", "vgg9")
 
@@ -138,6 +139,12 @@ def _posterior(users: list[Neurons], found: list[Places], belief: Belief) -> flo
         log += math.log(belief.gamma / count)
         log += math.lgamma(m) + math.lgamma(count - m + 1) - math.lgamma(count)
     return log - math.lgamma(int(((holders == 1) & alive(placed[-1])).sum()) + 1)
+
+
+def test_neurons_that_are_not_finite_are_a_model_that_has_diverged() -> None:
+    users = [np.ones((3, 2)), np.full((3, 2), np.nan)]
+    with pytest.raises(Diverged, match="neurons are not finite: the model has diverged, lower local"):
+        matched(users, 1, Belief())
 
 
 def test_a_user_is_placed_as_the_most_likely_of_all_ways() -> None:

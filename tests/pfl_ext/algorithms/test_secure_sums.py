@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from pfl_ext.algorithms import secure_aggregation, turbo_aggregate
 from pfl_ext.algorithms.finite_field import KEY_BYTES, PRIME, Elements, combine, lagrange, uniform
 from pfl_ext.algorithms.secure_aggregation import agreed, pairwise_sum, public_of
-from pfl_ext.algorithms.secure_sum import SumLost
+from pfl_ext.algorithms.secure_sum import SecureSum, SumLost
 from pfl_ext.algorithms.turbo_aggregate import circle_sum, points_of, spread
 from tests.pfl_ext.algorithms.test_finite_field import unevenness
 
@@ -102,6 +103,13 @@ def test_a_share_is_read_by_its_receiver_alone() -> None:
         users[2].take(0, public[0][1], message)
     with pytest.raises(Exception):  # noqa: B017, PT011
         users[1].take(0, public[0][1], bytes([message[0] ^ 1]) + message[1:])
+
+
+@pytest.mark.parametrize(("share", "users", "number"), [(0.29, 100, 29), (0.7, 90, 63), (0.5, 5, 2)])
+def test_a_share_is_rounded_down_as_written(share: float, users: int, number: int) -> None:
+    options = SimpleNamespace(drop_out=share)
+    ours: Any = SimpleNamespace(context=SimpleNamespace(seed=1, options=options))
+    assert len(SecureSum.drawn(ours, np.arange(users), 0)) == number
 
 
 @pytest.mark.parametrize("secret", [0, PRIME // 2])

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pfl_ext as pfl_ext  # before pfl, see there
+
+# isort: split
 import numpy as np
 import pytest
 import torch
+from pfl.stats import MappedVectorStatistics
 
 from benchmarks.core.config.trees import build
+from pfl_ext.algorithms.channel import Channel
+from pfl_ext.attacks.attack import ATTACKS, Attackers
+from pfl_ext.attacks.on_updates import GaussianOptions
 from pfl_ext.compression.compressor import COMPRESSORS, Compressor, FeedbackOptions
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.models.classifier import build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.randomness import stream, torch_stream
+from tests.pfl_ext.samplings import local_sampling
+from tests.pfl_ext.stores import NumberedStore
 
 SHAPES = [torch.Size(shape) for shape in ((6, 5, 3, 3), (6,), (40, 30), (), (2, 1))]
 
@@ -186,3 +197,33 @@ def test_the_same_draws_give_the_same_message(kind: str) -> None:
     others: dict[str, dict[str, Any]] = {"random_k": {"share": 0.5}, "uniform": {"bits": 1}}
     if kind in others:
         assert (decoded(kind, x, 7, **others[kind]) != decoded(kind, x, 8, **others[kind])).any()
+
+
+@pytest.mark.parametrize("stage", ["compression", "attack"])
+def test_a_user_who_comes_twice_has_draws_of_its_own_each_time(stage: str) -> None:
+    """The first time those of a user who comes once."""
+    module = torch.nn.Linear(40, 30)
+    names = [name for name, _ in module.named_parameters()]
+    data = FederatedImageDataset(NumberedStore([4, 4]), local_sampling(1, 4), seed=3)
+    if stage == "compression":
+        channel: Any = Channel(compressor("uniform", bits=2), data, module, names, 3, None)
+    else:
+        channel = Attackers(ATTACKS["gaussian"](GaussianOptions()), data, 1.0, names, 3)
+
+    def sent(*cohort: int) -> list[torch.Tensor]:
+        channel.begin(1, np.array(cohort))
+        found = []
+        for user in cohort:
+            stats = MappedVectorStatistics(
+                {name: p.detach().clone() for name, p in module.named_parameters()}
+            )
+            of_user: Any = SimpleNamespace(user_id=f"user-{user}", num_datapoints=4)
+            stats, _ = channel.postprocess_one_user(stats=stats, user_context=of_user)
+            found.append(flat([stats[name] for name in names]))
+        return found
+
+    first, other, second = sent(0, 1, 0)
+    (alone,) = sent(0)
+    assert (first == alone).all()
+    assert not torch.allclose(second, first)
+    assert not torch.allclose(other, first)

@@ -213,6 +213,15 @@ def test_only_this_workers_users_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     assert store.reads == 2
 
 
+def test_turns_are_those_that_this_worker_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, cohort = users(NumberedStore([2] * 8)), np.array([5, 1, 5, 5, 2])
+    monkeypatch.setattr(data, "assign", lambda cohort, world_size: [[3, 4, 2, 1]])
+    monkeypatch.setattr(data, "cohort", lambda cohort_size: cohort)
+    turns = {user: list(found) for user, found in data.later_turns(cohort).items()}
+    assert turns == {5: [2, 1]} == {5: [member.turn for member in data.share(5) if member.user == 5]}
+    assert data.later_turns(cohort[:2]) == {}
+
+
 def test_an_empty_poisson_cohort_is_one_user_without_images() -> None:
     data = users(NumberedStore([1] * 3), sampler="poisson")
     for round_number in range(1000):
