@@ -110,16 +110,21 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise ValueError(f"{path} is not a whole checkpoint ({damage})") from damage
 
 
-def load_newest(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
+def load_newest(
+    path: Path, damage: str | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
     """The newest undamaged checkpoint of a name, and a sentence if that is not the last one.
+
+    Args:
+        damage: why the last one is not to be used, although its file is whole; None: it may be used.
 
     Raises:
         ValueError: when the last one and the one before are both damaged.
     """
     try:
-        if path.exists():
+        if damage is None and path.exists():
             return *load(path), None
-        damage = f"{path} is missing"
+        damage = damage or f"{path} is missing"
     except ValueError as fault:
         damage = str(fault)
     try:

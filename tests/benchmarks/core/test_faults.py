@@ -89,9 +89,73 @@ def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before(
     train(*LONG)
     said = capsys.readouterr().err
     assert "going on from the one before it" in said
-    assert "resuming at round 2" in said
+    assert f"resuming at round 2 from {directory}/checkpoint/last.previous.safetensors: rounds 2" in said
     assert lines(directory) == lines(whole)
     assert lasting(directory) == lasting(whole)
+
+
+def test_a_damaged_checkpoint_never_takes_the_place_of_the_good_one(
+    whole: Path, train: Train, cut: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill within the first save after a fall-back would leave no whole checkpoint."""
+    directory = cut(dies_in=4)
+    last = directory / "checkpoint" / "last.safetensors"
+    damage(last)
+    real = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if target == last:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        train(*LONG, code=130)
+    train(*LONG)
+    assert lasting(directory) == lasting(whole)
+
+
+USER_STATES = {
+    "control_variates.f32": ["--federated.algorithm=scaffold", "--local.straddle=false"],
+    "personal.f32": ["--federated.algorithm=ditto"],
+    "compression_errors.f32": ["--compression.kind=top_k", "--compression.options.error_feedback=true"],
+}
+
+
+@pytest.mark.parametrize("name", USER_STATES)
+def test_a_damaged_state_of_a_user_costs_the_rounds_since_the_checkpoint_before(
+    name: str, train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row that the last checkpoint alone names. One that both name is refused, and both are kept."""
+    argv = USER_STATES[name]
+    undisturbed = train(*LONG, *argv, name="undisturbed")
+    directory = cut(*argv, dies_in=4)
+    file, last = (directory / "checkpoint" / each for each in (name, "last.safetensors"))
+    rows, before = (
+        next(t for key, t in checkpoint.load(path)[0].items() if key.endswith("rows"))
+        for path in (last, checkpoint.previous(last))
+    )
+    content, length = file.read_bytes(), file.stat().st_size // (int(max(rows.max(), before.max())) + 1)
+
+    def damage_row(row: int) -> None:
+        at = row * length
+        file.write_bytes(
+            content[:at] + bytes(255 - byte for byte in content[at : at + 4]) + content[at + 4 :]
+        )
+
+    capsys.readouterr()
+    damage_row(next(row for row in rows.tolist() if row >= 0 and row in before))
+    train(*LONG, *argv, code=2)
+    assert f"{name} is not the one" in (said := error_line(capsys))
+    assert said.endswith("differs): restore it, or choose another --run_dir")
+    assert last.exists()
+    damage_row(next(row for row in rows.tolist() if row >= 0 and row not in before))
+    train(*LONG, *argv)
+    said = capsys.readouterr().err
+    assert f"{name} is not the one" in said
+    assert "resuming at round 2 from" in said
+    assert lines(directory) == lines(undisturbed)
+    assert lasting(directory) == lasting(undisturbed)
 
 
 def test_two_damaged_checkpoints_are_refused(
