@@ -21,7 +21,7 @@ from pfl.model.pytorch import PyTorchModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dataset.files import HALF_WRITTEN, locked, replacing, sync
+from dataset.files import HALF_WRITTEN, locked, replacing, sync, written
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -148,10 +148,13 @@ def sole_owner(directory: Path) -> Iterator[None]:
 
     Raises:
         ValueError: when another process has the lock.
+        OSError: one clause with the path, for example on a read-only file system.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     refusal = f"{directory} is in use by another process: wait for its end, or choose another directory"
-    with locked(directory / ".lock", refusal):
+    with contextlib.ExitStack() as stack:
+        with written(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(directory / ".lock", refusal))
         _remove_half_written(directory)
         yield
         _remove_half_written(directory)
