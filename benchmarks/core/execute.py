@@ -280,8 +280,9 @@ def _write_results(
     adapters, module = adapter_tensors(module), merged(module)
     if adapters:
         checkpoint.save(directory / ADAPTERS_FILE, adapters, of_config)
+    classes = {"classes": list(experiment.class_names)}
     seeds = {"experiment_sha256": experiment_digest(dataclasses.asdict(config), type(config))}
-    checkpoint.save(directory / "model.safetensors", module.state_dict(), {**of_config, **seeds})
+    checkpoint.save(directory / "model.safetensors", module.state_dict(), {**of_config, **seeds, **classes})
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
     plots.training_curve(history, recorder.unit, experiment.headline, title, curve)
@@ -289,7 +290,7 @@ def _write_results(
         plots.privacy_curves(history, title, directory / "plots" / "privacy.png")
     results = {
         "setting": config.setting,
-        "classes": list(experiment.class_names),
+        **classes,
         "dataset": str(data_path),
         "seed": config.seed,
         "rounds": recorder.num_steps,
