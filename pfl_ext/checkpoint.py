@@ -21,7 +21,7 @@ from pfl.model.pytorch import PyTorchModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dataset.files import HALF_WRITTEN, locked, replacing, sync
+from dataset.files import HALF_WRITTEN, locked, replacing, sync, written
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -121,16 +121,21 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise ValueError(f"{path} is not a whole checkpoint ({damage})") from damage
 
 
-def load_newest(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
+def load_newest(
+    path: Path, damage: str | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
     """The newest undamaged checkpoint of a name, and a sentence if that is not the last one.
+
+    Args:
+        damage: why the last one is not to be used, although its file is whole; None: it may be used.
 
     Raises:
         ValueError: when the last one and the one before are both damaged.
     """
     try:
-        if path.exists():
+        if damage is None and path.exists():
             return *load(path), None
-        damage = f"{path} is missing"
+        damage = damage or f"{path} is missing"
     except ValueError as fault:
         damage = str(fault)
     try:
@@ -154,10 +159,13 @@ def sole_owner(directory: Path) -> Iterator[None]:
 
     Raises:
         ValueError: when another process has the lock.
+        OSError: one clause with the path, for example on a read-only file system.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     refusal = f"{directory} is in use by another process: wait for its end, or choose another directory"
-    with locked(directory / ".lock", refusal):
+    with contextlib.ExitStack() as stack:
+        with written(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(directory / ".lock", refusal))
         _remove_half_written(directory)
         yield
         _remove_half_written(directory)

@@ -42,6 +42,7 @@ from dataset.cli import held
 from dataset.files import file_digest, write_json
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
+from dataset.store.validate import check_columns
 from pfl_ext import checkpoint
 from pfl_ext.engine.card import ieee_float32
 from pfl_ext.evaluation import CentralEvaluation
@@ -184,6 +185,7 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
 
 def _refused_or_built(experiment: Experiment[Any]) -> ImageClassifier:
     """The network, once everything that can be refused about a run has not been; nothing is written here."""
+    _check_data(experiment.file.path)
     for name in ("train", "val", *experiment.final_splits):
         experiment.split(name)
     by = experiment.config.evaluation.best_by
@@ -197,6 +199,14 @@ def _refused_or_built(experiment: Experiment[Any]) -> ImageClassifier:
     if experiment.config.mode == "federated":
         check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
     return module
+
+
+def _check_data(path: Path) -> None:
+    """Refuse a data file whose users or labels were changed after it was made; it states its fingerprint."""
+    try:
+        check_columns(path)
+    except ValueError as damage:
+        raise ValueError(f"{damage}, or see python -m dataset.store {path}") from None
 
 
 def _train(
@@ -278,8 +288,9 @@ def _write_results(
     adapters, module = adapter_tensors(module), merged(module)
     if adapters:
         checkpoint.save(directory / ADAPTERS_FILE, adapters, of_config)
+    classes = {"classes": list(experiment.class_names)}
     seeds = {"experiment_sha256": experiment_digest(dataclasses.asdict(config), type(config))}
-    checkpoint.save(directory / "model.safetensors", module.state_dict(), {**of_config, **seeds})
+    checkpoint.save(directory / "model.safetensors", module.state_dict(), {**of_config, **seeds, **classes})
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
     plots.training_curve(history, recorder.unit, experiment.headline, title, curve)
@@ -287,7 +298,7 @@ def _write_results(
         plots.privacy_curves(history, title, directory / "plots" / "privacy.png")
     results = {
         "setting": config.setting,
-        "classes": list(experiment.class_names),
+        **classes,
         "dataset": str(data_path),
         "seed": config.seed,
         "rounds": recorder.num_steps,

@@ -19,7 +19,7 @@ from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
-from benchmarks.core.weights import check_normalisation
+from benchmarks.core.weights import check_classes, check_normalisation
 from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.fedir import weighted_task
@@ -106,6 +106,7 @@ class Experiment(ABC, Generic[C]):
     def module(self) -> ImageClassifier:
         """The network before its first step, with outputs for each class."""
         num_classes = len(self.class_names)
+        check_classes(self.config, self.run.weights, self.class_names)
         task = self.task_of(self.config, num_classes)
         return build_model(self.config, num_classes, self.run.weights, task, self.split)
 

@@ -26,6 +26,7 @@ from benchmarks.core.progress import Progress
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.tracking import Tracking
 from dataset.cli import Held, Stopped
+from dataset.files import written
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm, is_finite
 from pfl_ext.algorithms.channel import FILE as ERRORS_FILE
@@ -76,7 +77,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, run: AnyRun) -> None:
-        self.last = directory / "checkpoint" / "last.safetensors"
+        self.last = self.read = directory / "checkpoint" / "last.safetensors"
         self.algorithm: Algorithm[Any] | ModelState = ModelState()
         """How the state of training becomes the tensors of a checkpoint."""
         self._run, self._saved_at = run, time.perf_counter()
@@ -98,22 +99,50 @@ class Checkpoints:
     def load(self, config_sha256: str, state: Any) -> tuple[Best, Tree, Any] | None:
         """Read the newest whole checkpoint; ``state`` is that of training before the first step.
 
+        One is whole if the files of users' states that it names are. Where that is the one before the last,
+        the last is removed: the next save would put it in the place of the only good one.
+
         Returns:
             The best model, the run's account and the state of training; None where there is no checkpoint.
 
         Raises:
             ValueError: when it belongs to a run of another config, or none is whole.
         """
-        if not from_main(is_main() and (self.last.exists() or checkpoint.previous(self.last).exists())):
+        before = checkpoint.previous(self.last)
+        if not from_main(is_main() and (self.last.exists() or before.exists())):
             return None
-        tensors, account, fallen_back = checkpoint.load_newest(self.last) if is_main() else (None, None, "")
+        fault, fallen_back = None, None
+        while True:
+            tensors, account = None, None
+            if is_main():
+                tensors, account, fallen_back = checkpoint.load_newest(self.last, fault)
+            tensors, account = tensors_from_main(tensors), from_main(account)
+            if account["config_sha256"] != config_sha256:
+                raise ValueError(f"{self.last} belongs to a run of another config: choose another --run_dir")
+            state, fault = self._restored(state, tensors)
+            if fault is None:
+                break
+            if from_main(fallen_back is not None or not before.exists()):
+                raise ValueError(f"{fault}: restore it, or choose another --run_dir")
         if fallen_back:
             print(fallen_back, file=sys.stderr)
-        tensors, account = tensors_from_main(tensors), from_main(account)
-        if account["config_sha256"] != config_sha256:
-            raise ValueError(f"{self.last} belongs to a run of another config: choose another --run_dir")
-        best = Best(**account["best"], weights=checkpoint.part(tensors, BEST))
-        return best, account, self.algorithm.load(state, tensors)
+            self.read = before
+            with written(self.last):
+                self.last.unlink(missing_ok=True)
+        return Best(**account["best"], weights=checkpoint.part(tensors, BEST)), account, state
+
+    def _restored(self, state: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, str | None]:
+        """The state of training in a checkpoint, and why worker 0, which has the files, cannot restore it."""
+        fault = None
+        if is_main():
+            try:
+                state = self.algorithm.load(state, tensors)
+            except ValueError as damage:
+                fault = str(damage)
+        fault = from_main(fault)
+        if fault is None and not is_main():
+            state = self.algorithm.load(state, tensors)
+        return state, fault
 
     def remove(self) -> None:
         """Remove what only a run that goes on needs."""
@@ -292,7 +321,7 @@ class Recorder:
         if is_main():
             lost = min(lines, self.num_steps) - step  # the last line is no step's
             again = self._again(step, lost)
-            print(f"resuming at {self.unit} {step} from {self.checkpoints.last}: {again}", file=sys.stderr)
+            print(f"resuming at {self.unit} {step} from {self.checkpoints.read}: {again}", file=sys.stderr)
         return step
 
     def _again(self, first: int, count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from dataset.files import file_digest
+from pfl_ext import checkpoint
 from pfl_ext.devices import traces
 from pfl_ext.models.pretrained import source_in, source_of
 
@@ -106,3 +108,33 @@ def check_normalisation(config: TrainingConfig) -> None:
             f"model.normalisation is {model.normalisation}, and the weights of {model.arch} were trained on "
             f"another input: set it to {source.normalisation}"
         )
+
+
+def check_classes(config: TrainingConfig, weights: Path | None, names: Sequence[str]) -> None:
+    """Refuse a head that is kept for other classes, or for the same ones in another order.
+
+    A file that names no classes, such as one that others wrote, is not refused.
+
+    Args:
+        config: of the run.
+        weights: the file of its first weights.
+        names: of the classes that the run's head has outputs for.
+
+    Raises:
+        ValueError: one line that names the first class that differs.
+    """
+    if weights is None or not config.model.keep_head or weights.suffix != ".safetensors":
+        return
+    try:
+        known = checkpoint.load(weights)[1].get("classes", names)
+    except ValueError:  # weights that others wrote, or damage, which reading them reports
+        return
+    if len(known) != len(names):
+        return  # so the head does not fit, which loading it reports
+    for number, (theirs, ours) in enumerate(zip(known, names)):
+        if theirs != ours:
+            kind = "the same classes in another order" if set(known) == set(names) else "other classes"
+            raise ValueError(
+                f"--weights {weights} has a head for {kind}: output {number} is {theirs!r} there and "
+                f"{ours!r} in the data: set model.keep_head to false, or give data with the file's classes"
+            )

@@ -60,6 +60,10 @@ class FeatureColumn:
         """Bytes on disk, when it is complete."""
         return self.num_rows * self._row_bytes
 
+    def num_bytes_of(self, block: int) -> int:
+        """Bytes on disk of a block."""
+        return len(self.rows_of(block)) * self._row_bytes
+
     def missing(self, rows: IntArray) -> list[int]:
         """The blocks of these rows that are not on disk, or were changed there since they were written."""
         self._done = self._checked()
@@ -186,7 +190,7 @@ class FeatureCache:
             ValueError: when the disk has not enough space for all of them.
             OSError: one clause with the path.
         """
-        need = sum(self._columns[name].num_bytes for name in {name for name, _ in blocks})
+        need = sum(self._columns[name].num_bytes_of(block) for name, block in blocks)
         if blocks and (room := free(self.folder)) < need:
             raise ValueError(
                 f"the features need {need / 1e9:.2g} GB in {self.folder}, where {room / 1e9:.2g} are free: "

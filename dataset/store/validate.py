@@ -19,6 +19,7 @@ import numpy.typing as npt
 from dataset.cli import OneLineParser
 from dataset.store import probe
 from dataset.store.annotations import CROWD, DIFFICULT, Annotation, Boxes, Masks, fault_of_mask
+from dataset.store.foreign import ForeignReader
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import jpeg_size
 from dataset.store.index import check_index, meaning
@@ -29,7 +30,6 @@ from dataset.store.native import (
     check_sum,
     column,
     content_checksum,
-    damaged,
     dataset,
     opened,
     partition_names,
@@ -63,9 +63,7 @@ def validate(path: Path, *, images: bool = True) -> None:
     """
     with DataFile(path) as file, opened(path) as content:
         reader = file.reader
-        if isinstance(reader, NativeReader):
-            for split in reader.splits:
-                _check_columns(content, reader, split)
+        _check_columns(content, reader)
         check_index(file.index())
         if not isinstance(reader, NativeReader):
             for split in reader.splits:
@@ -73,8 +71,20 @@ def validate(path: Path, *, images: bool = True) -> None:
             return
         for split in reader.splits if images else ():
             _check_images(content, file, split)
-        if reader.content_sha256 != content_checksum(content):
-            raise damaged(path, "its content checksum does not agree")
+        _check_content(content, reader)
+
+
+def check_columns(path: Path) -> None:
+    """Check all that a file of ours holds besides images, such as users and labels, against its checksums.
+
+    It takes about 0.1 s for 51,414 users with 431,645 images. A file of another make has no checksums.
+
+    Raises:
+        ValueError: in one sentence, at the first damage.
+    """
+    with DataFile(path) as file, opened(path) as content:
+        _check_columns(content, file.reader)
+        _check_content(content, file.reader)
 
 
 def describe(file: DataFile) -> str:
@@ -152,16 +162,26 @@ def _flags(found: Sequence[Annotation]) -> str:
     return "".join(f"; {count:,} {word}" for word, count in counts.items() if count)
 
 
-def _check_columns(file: h5py.File, reader: NativeReader, split: str) -> None:
-    """Raise ValueError for a column of a split that is missing, of another type, or not as written."""
-    group = file[split]
-    parts = [f"{PARTITIONS}/{part}/{leaf}" for part in partition_names(group) for leaf in PARTITION_COLUMNS]
-    for name in [*reader.column_names(), *parts]:
-        found = column(group, name)
-        check_sum(group[name], found)
-    images = dataset(group, "images")
-    if images.dtype != np.uint8:
-        raise ValueError(f"{split}/images has type {images.dtype}, not uint8")
+def _check_columns(file: h5py.File, reader: NativeReader | ForeignReader) -> None:
+    """Raise ValueError for a column of a file of ours that is missing, of another type, or not as written."""
+    if not isinstance(reader, NativeReader):
+        return
+    for split in reader.splits:
+        group = file[split]
+        names = partition_names(group)
+        parts = [f"{PARTITIONS}/{part}/{leaf}" for part in names for leaf in PARTITION_COLUMNS]
+        for name in [*reader.column_names(), *parts]:
+            found = column(group, name)
+            check_sum(group[name], found)
+        images = dataset(group, "images")
+        if images.dtype != np.uint8:
+            raise ValueError(f"{split}/images has type {images.dtype}, not uint8")
+
+
+def _check_content(file: h5py.File, reader: NativeReader | ForeignReader) -> None:
+    """Raise ValueError for a file of ours whose checksums of columns are not those that it was made with."""
+    if isinstance(reader, NativeReader) and reader.content_sha256 != content_checksum(file):
+        raise ValueError("its content checksum does not agree")
 
 
 def _check_images(content: h5py.File, file: DataFile, name: str) -> None:

@@ -141,6 +141,6 @@ class UserVectors:
             if row >= rows or hashlib.sha256(self._map()[row].data).digest() != self._digests[user].tobytes():
                 raise ValueError(
                     f"{self._path} is not the one that the checkpoint was written with (the state of user "
-                    f"number {user} differs): restore it, or choose another --run_dir"
+                    f"number {user} differs)"
                 )
         self._find_free()

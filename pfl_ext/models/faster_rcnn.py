@@ -13,13 +13,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import MultiScaleRoIAlign, batched_nms
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
@@ -102,9 +101,7 @@ class FasterRCNN(Decoder):
         sizes = [x.shape[1] for x in objectness]
         scores, moves = torch.cat(objectness, 1)[..., 0].float(), torch.cat(shifts, 1).float()
         with torch.autocast(images.device.type, enabled=False):
-            image = ImageList(images[:1].float(), [(side, side)])
-            (anchors,) = self.anchors(image, [x.float() for x in levels])
-            anchors = anchors.expand(batch, -1, -1)
+            anchors = self._anchors(levels, side).expand(batch, -1, -1)
             draws = draws_of_images(OF_PROPOSALS, anchors.shape[1] + _most(targets_of_images()), images)
             proposals, of_proposals = _proposed(scores.detach(), moves.detach(), anchors, sizes, side, draws)
             proposals, of_proposals = _near_the_truth(proposals, of_proposals, draws[:, anchors.shape[1] :])
@@ -128,6 +125,16 @@ class FasterRCNN(Decoder):
             of_proposals,
         )
         return joined(parts)
+
+    def _anchors(self, levels: Sequence[Tensor], side: int) -> Tensor:
+        """The anchors' corners in pixels, ``[A, 4]`` float32. The cells of a map divide the image evenly.
+
+        torchvision rounds the step between cells down to whole pixels, as its images are padded to multiples.
+        """
+        self.anchors.set_cell_anchors(torch.float32, levels[0].device)
+        sizes = [(x.shape[2], x.shape[3]) for x in levels]
+        steps: Any = [(side / height, side / width) for height, width in sizes]  # declared as tensors
+        return torch.cat(self.anchors.grid_anchors(sizes, steps))
 
 
 def _rows(x: Tensor, columns: int) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -193,3 +195,20 @@ def test_a_directory_has_one_owner_and_a_dead_owner_none(tmp_path: Path) -> None
 def test_a_directory_that_is_not_there_is_made_with_those_above_it(tmp_path: Path) -> None:
     with checkpoint.sole_owner(tmp_path / "runs" / "first"):
         assert (tmp_path / "runs" / "first").is_dir()
+
+
+def test_a_read_only_file_system_is_one_clause_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the lock of an existing directory; the kernel's own error names no remedy and no writing."""
+    real = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
+    found = f"^{tmp_path} cannot be written: Read-only file system$"
+    with pytest.raises(OSError, match=found), checkpoint.sole_owner(tmp_path):
+        pass

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 import torch
 
@@ -89,9 +90,73 @@ def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before(
     train(*LONG)
     said = capsys.readouterr().err
     assert "going on from the one before it" in said
-    assert "resuming at round 2" in said
+    assert f"resuming at round 2 from {directory}/checkpoint/last.previous.safetensors: rounds 2" in said
     assert lines(directory) == lines(whole)
     assert lasting(directory) == lasting(whole)
+
+
+def test_a_damaged_checkpoint_never_takes_the_place_of_the_good_one(
+    whole: Path, train: Train, cut: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill within the first save after a fall-back would leave no whole checkpoint."""
+    directory = cut(dies_in=4)
+    last = directory / "checkpoint" / "last.safetensors"
+    damage(last)
+    real = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if target == last:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        train(*LONG, code=130)
+    train(*LONG)
+    assert lasting(directory) == lasting(whole)
+
+
+USER_STATES = {
+    "control_variates.f32": ["--federated.algorithm=scaffold", "--local.straddle=false"],
+    "personal.f32": ["--federated.algorithm=ditto"],
+    "compression_errors.f32": ["--compression.kind=top_k", "--compression.options.error_feedback=true"],
+}
+
+
+@pytest.mark.parametrize("name", USER_STATES)
+def test_a_damaged_state_of_a_user_costs_the_rounds_since_the_checkpoint_before(
+    name: str, train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row that the last checkpoint alone names. One that both name is refused, and both are kept."""
+    argv = USER_STATES[name]
+    undisturbed = train(*LONG, *argv, name="undisturbed")
+    directory = cut(*argv, dies_in=4)
+    file, last = (directory / "checkpoint" / each for each in (name, "last.safetensors"))
+    rows, before = (
+        next(t for key, t in checkpoint.load(path)[0].items() if key.endswith("rows"))
+        for path in (last, checkpoint.previous(last))
+    )
+    content, length = file.read_bytes(), file.stat().st_size // (int(max(rows.max(), before.max())) + 1)
+
+    def damage_row(row: int) -> None:
+        at = row * length
+        file.write_bytes(
+            content[:at] + bytes(255 - byte for byte in content[at : at + 4]) + content[at + 4 :]
+        )
+
+    capsys.readouterr()
+    damage_row(next(row for row in rows.tolist() if row >= 0 and row in before))
+    train(*LONG, *argv, code=2)
+    assert f"{name} is not the one" in (said := error_line(capsys))
+    assert said.endswith("differs): restore it, or choose another --run_dir")
+    assert last.exists()
+    damage_row(next(row for row in rows.tolist() if row >= 0 and row not in before))
+    train(*LONG, *argv)
+    said = capsys.readouterr().err
+    assert f"{name} is not the one" in said
+    assert "resuming at round 2 from" in said
+    assert lines(directory) == lines(undisturbed)
+    assert lasting(directory) == lasting(undisturbed)
 
 
 def test_two_damaged_checkpoints_are_refused(
@@ -138,6 +203,26 @@ def test_another_data_file_is_refused_and_a_copy_is_not(
     assert "resuming at round 2" in capsys.readouterr().err
     train(*LONG, f"--data_path={other}", code=2)  # nor are its results shown as those of other data
     assert len(results(directory)["data_sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    "column", ["labels_indices", "fine_grained_labels_indptr", "user_ids", "user_offsets", "image_crc32"]
+)
+def test_a_data_file_that_was_changed_in_place_is_refused(
+    column: str, train: Train, cut: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It still states the fingerprint that the run began with."""
+    copy = Path(shutil.copy(mini_file, tmp_path / "copy.hdf5"))
+    cut(f"--data_path={copy}", dies_in=2)
+    with h5py.File(copy, "r+") as file:
+        data = file[f"train/{column}"]
+        data[:2] = data[:2][::-1]
+    capsys.readouterr()
+    train(*LONG, f"--data_path={copy}", code=2)
+    assert error_line(capsys) == (
+        f"error: {copy} is damaged: train/{column} does not agree with its checksum; make it again with its "
+        f"data set's download_preprocess command, or see python -m dataset.store {copy}"
+    )
 
 
 def test_metrics_that_were_changed_under_a_checkpoint_are_refused(

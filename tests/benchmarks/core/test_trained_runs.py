@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from benchmarks.core.config.digests import config_tree, digest, experiment_digest
 from benchmarks.core.config.trees import read_yaml
+from benchmarks.core.weights import check_classes
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.per_user import main as score_users
 from dataset.cli import run
@@ -115,6 +117,44 @@ def test_a_run_of_adapters_is_a_start_for_the_plain_network(train: Train) -> Non
     assert scored["loss"] == pytest.approx(results(first)["val"]["loss"], rel=1e-5)
     digest = experiment_digest(dataclasses.asdict(begun), type(begun))
     assert results(second)["weights"]["experiment_sha256"] == digest
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (
+            ["b", "a", "c"],
+            "the same classes in another order: output 0 is 'b' there and 'a' in the data",
+        ),
+        (["a", "b", "d"], "other classes: output 2 is 'd' there and 'c' in the data: set model.keep_head"),
+        (["a", "b", "c"], None),
+        (["a", "b"], None),
+        (None, None),
+    ],
+    ids=["order", "names", "same", "number", "none"],
+)
+def test_a_head_is_kept_for_its_own_classes_alone(
+    names: list[str] | None, message: str | None, tmp_path: Path
+) -> None:
+    """Where the number differs, or the file names no classes, loading it decides."""
+    file = tmp_path / "model.safetensors"
+    checkpoint.save(file, {}, {} if names is None else {"classes": names})
+    kept = parse(["--config=fl-r-17", "--model.pretrained=true", "--model.keep_head=true"]).config
+    new = parse(["--config=fl-f-17"]).config
+    check_classes(new, file, "abc")
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_classes(kept, file, "abc")
+
+
+def test_the_head_of_a_run_is_refused_for_other_labels(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train("--data.binary_label=animal")
+    start = (f"--weights={first / 'model.safetensors'}", "--model.pretrained=true", "--model.keep_head=true")
+    capsys.readouterr()
+    train(*start, "--data.binary_label=food", name="second", code=2)
+    assert "output 0 is 'animal' there and 'food' in the data" in error_line(capsys)
+    train(*start, "--data.binary_label=animal", name="second")
 
 
 def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(

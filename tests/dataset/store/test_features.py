@@ -137,6 +137,19 @@ def test_a_full_disk_is_named_before_anything_is_computed(
         cache(tmp_path).fill([("test", 0)], made)
 
 
+def test_space_is_asked_for_what_is_missing_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache(tmp_path).fill([("train", 0), ("train", 1)], made)
+    begun = cache(tmp_path)
+    missing = begun.missing(ALL)
+    need = (5 + 7) * WIDTH * 4  # the rows of the last blocks, as float32
+    monkeypatch.setattr(features, "free", lambda folder: need - 1)
+    with pytest.raises(ValueError, match="make room"):
+        begun.fill(missing, made)
+    monkeypatch.setattr(features, "free", lambda folder: need)
+    begun.fill(missing, made)
+    assert cache(tmp_path).missing(ALL) == []
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "f.hdf5.features").touch()
     with pytest.raises(OSError, match=r"f.hdf5.features.* cannot be written"):

@@ -13,6 +13,7 @@ import torch
 import torchvision.models as zoo
 from torch import Tensor, nn
 from torchvision.models.detection import fasterrcnn_resnet50_fpn, ssdlite320_mobilenet_v3_large
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
@@ -24,7 +25,7 @@ from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, build_backbon
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import EncoderDecoder, draws, encoder_of, outputs_of, task_of, taught
 from pfl_ext.models.dropout import dropping
-from pfl_ext.models.faster_rcnn import CANONICAL, COMPARED, OVERLAP, POOLED, FasterRCNN
+from pfl_ext.models.faster_rcnn import CANONICAL, COMPARED, OVERLAP, POOLED, RATIOS, SIDES, FasterRCNN
 from pfl_ext.models.pretrained import source_of
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.ssdlite import SSDLite, _norm
@@ -92,6 +93,36 @@ def test_a_network_says_its_task_and_whether_it_draws(arch: str, encoder: str, t
     assert ours is not None
     assert theirs is not None
     assert ours.name == theirs.name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", [64, 150])
+@pytest.mark.parametrize(
+    "arch, first, of_a_cell, offset",
+    [("fasterrcnn_efficientnet_lite0", 4, 3, 0), ("ssdlite_efficientnet_lite0", 16, 6, 0.5)],
+)
+def test_anchors_divide_the_image_evenly_whatever_its_side(
+    arch: str, first: int, of_a_cell: int, offset: float, side: int
+) -> None:
+    """As torchvision's do where the side is a multiple of all strides."""
+    config = ModelConfig(arch, input_size=side)
+    network = build_backbone(config, CLASSES, torch.Generator().manual_seed(0))
+    outputs = network(torch.zeros(1, 3, side, side))
+    if arch.startswith("ssdlite"):
+        anchors = outputs[0, :, -5:-1]
+    else:
+        anchors = rcnn.split(outputs, CLASSES).anchors[0]
+        pyramid = [torch.zeros(1, 1, n, n) for n in (16, 8, 4, 2, 1)]
+        (theirs,) = AnchorGenerator(tuple((n,) for n in SIDES), (RATIOS,) * 5)(
+            ImageList(torch.zeros(1, 3, 64, 64), [(64, 64)]), pyramid
+        )
+        assert side != 64 or torch.equal(anchors, theirs)
+    cells = -(-side // first)
+    centres = (anchors[:, :2] + anchors[:, 2:])[: of_a_cell * cells**2] / 2
+    x, y = centres.view(cells, cells, of_a_cell, 2).unbind(3)
+    expected = (torch.arange(cells) + offset) * side / cells
+    torch.testing.assert_close(x, expected[None, :, None].expand_as(x), rtol=0, atol=1e-4)
+    torch.testing.assert_close(y, expected[:, None, None].expand_as(y), rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
