@@ -195,9 +195,13 @@ def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
     """The guarantee of each private row in sentences for a paper; runs of older versions have none."""
     lines = []
     for row in rows:
-        statements = [run.privacy for run in row.runs if run.privacy and "paragraph" in run.privacy]
-        paragraphs = sorted({str(statement["paragraph"]) for statement in statements})
-        lines += [f"**{row.label}**, each seed by itself: {paragraph}" for paragraph in paragraphs]
+        seeds: dict[str, list[int]] = {}
+        for run in row.runs:
+            if run.privacy and "paragraph" in run.privacy:
+                seeds.setdefault(str(run.privacy["paragraph"]), []).append(run.seed)
+        for paragraph, found in seeds.items():
+            of = "each seed" if len(found) == len(row.runs) else f"seed {', '.join(map(str, found))}, each"
+            lines.append(f"**{row.label}**, {of} by itself: {paragraph}")
     return section("## What the private rows guarantee", lines)
 
 

@@ -17,7 +17,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.privacy_statement import rounded_up, shown
 from benchmarks.flair import paper
 from benchmarks.flair.paper import LOCAL, Variant, reasons_against, variant
-from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of
+from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of, unprotected
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
 Verdict = Literal["agrees", "above", "below", "not comparable", "not in the paper"]
@@ -153,8 +153,7 @@ class Row:
         known = [run.privacy for run in self.runs if run.privacy is not None]
         if not known:
             return ""
-        seeded = any(found.get("seeded_for_research_only") for found in known)
-        mark = "NO PROTECTION, noise from the seed; " if seeded else ""
+        mark = f"{seeded}; " if (seeded := unprotected(known)) else ""
         if self.local:
             return mark + self._local_privacy()
         spent = list(map(epsilon_of, known))
