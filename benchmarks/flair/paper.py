@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.sections import LocalPrivacySection
 from benchmarks.core.config.trees import Tree, as_word
+from benchmarks.core.weights import from_torchvision
 from benchmarks.flair.config import FLAIR, Config, parse
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
@@ -170,6 +171,6 @@ def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...
     origin = (weights.get("description") or weights["file"]) if weights else "not recorded"
     if config.model.pretrained and config.model.arch != network:
         out.append(f"another network, {config.model.arch} ({origin}), where the paper has {network}")
-    elif config.model.pretrained and not (weights and weights.get("imagenet")):
+    elif config.model.pretrained and not from_torchvision(weights):
         out.append(f"weights are not torchvision's ImageNet ones ({origin})")
     return tuple(out)
