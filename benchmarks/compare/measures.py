@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -69,6 +69,7 @@ def per_user(run: RunRecord, when: str = "") -> Tree:
         run: that has ended.
         when: a key of `FINE_TUNING`: of users' held-out images; empty: of all users.
     """
+    whole: Any
     for whole in (_users_file(run), run.outcome.get("per_user")):
         found: Tree = {}
         with suppress(*DAMAGE):

@@ -66,7 +66,11 @@ def test_the_table_says_which_model_a_test_score_is_of(
 
 def test_points_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None:
     """The lucky seed of "lucky" has the best trial; "steady" has the better mean."""
-    scores = {"lucky": [90.0, 10.0, None], "steady": [60.0, 61.0, 62.0], "failed": [None]}
+    scores: dict[str, list[float | None]] = {
+        "lucky": [90.0, 10.0, None],
+        "steady": [60.0, 61.0, 62.0],
+        "failed": [None],
+    }
     rows = [
         Row(seed, {"a": name, "seed": seed}, "finished", score, 3, score, 1.0, "x")
         for name, values in scores.items()
