@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,12 @@ SPLITS = {"test": "test, best model", "val": "val, best model", "last": "test, l
 """The tables of scores."""
 FAIR = {"mean": "mean", "q10": "worst decile ends", "q50": "median", "q90": "best decile begins"}
 """What is shown of the scores of single users, by the key of ``results.json``."""
+FINE_TUNING = {
+    "": "",
+    "before": ", held-out images before fine-tuning",
+    "after": ", held-out images after fine-tuning",
+}
+"""Which scores of single users ``per_user.json`` has, and how a table's title says it."""
 DECILES = tuple(range(0, 101, 10))
 
 
@@ -47,14 +53,33 @@ class Curve(NamedTuple):
     bytes_up: FloatArray | None = None  # [n] of the bytes, those from users
 
 
-def per_user(run: RunRecord) -> Tree:
-    """What ``results.json`` says of single users, by score: number, mean and quantiles; else empty."""
-    found: Tree = {}
+def _users_file(run: RunRecord) -> Tree:
+    """``per_user.json``, which may be younger than the run; empty where it is missing or damaged."""
     with suppress(*DAMAGE):
-        for name, values in run.outcome.get("per_user", {}).get("quantiles", {}).items():
-            if values.get("n"):
-                found[name] = {key: float(value) for key, value in values.items()}
-    return found
+        return dict(json.loads((run.directory / "per_user.json").read_text()))
+    return {}
+
+
+def per_user(run: RunRecord, when: str = "") -> Tree:
+    """What is known of single users, by score: number, mean and quantiles; else empty.
+
+    It is in ``per_user.json`` or, without that, in ``results.json``.
+
+    Args:
+        run: that has ended.
+        when: a key of `FINE_TUNING`: of users' held-out images; empty: of all users.
+    """
+    whole: Any
+    for whole in (_users_file(run), run.outcome.get("per_user")):
+        found: Tree = {}
+        with suppress(*DAMAGE):
+            part = whole["personal"]["quantiles"][when] if when else whole["quantiles"]
+            for name, values in part.items():
+                if values.get("n") and FAIR.keys() <= values.keys():
+                    found[name] = {key: float(value) for key, value in values.items()}
+        if found:
+            return found
+    return {}
 
 
 def measures(run: RunRecord) -> list[Measure]:
@@ -70,13 +95,14 @@ def measures(run: RunRecord) -> list[Measure]:
 def _measures(run: RunRecord) -> Iterator[Measure]:
     if run.results is not None:
         yield from _scores(run.results)
-        for name, values in per_user(run).items():
-            section = f"users' {shown(name)}"
-            yield Measure(section, "users", "count", values["n"])
-            for key, head in FAIR.items():
-                yield Measure(section, head, "percent", values[key])
-            if (deviation := _deviation_of_users(run, name)) is not None:
-                yield Measure(section, "standard deviation", "percent", deviation)
+        for when, words in FINE_TUNING.items():
+            for name, values in per_user(run, when).items():
+                section = f"users' {shown(name)}{words}"
+                yield Measure(section, "users", "count", values["n"])
+                for key, head in FAIR.items():
+                    yield Measure(section, head, "percent", values[key])
+                if (deviation := _deviation_of_users(run, name, when)) is not None:
+                    yield Measure(section, "standard deviation", "percent", deviation)
         for each in single_users.of_run(run):
             section = f"users' {shown(each.score)}, {each.kind}"
             for key, value in each.values.items():
@@ -173,17 +199,18 @@ def _bytes_by_step(run: RunRecord, ways: Sequence[str] = ("down", "up")) -> list
     ]
 
 
-def _users_of(run: RunRecord, score: str) -> FloatArray | None:
+def _users_of(run: RunRecord, score: str, when: str = "") -> FloatArray | None:
     """The score of each user that has one, from ``per_user.json``; None where that is missing or damaged."""
     with suppress(*DAMAGE):
-        values = json.loads((run.directory / "per_user.json").read_text())[score]
+        whole = _users_file(run)
+        values = (whole["personal"][when] if when else whole)[score]
         found = np.array([value for value in values if value is not None], np.float64)
         return found if len(found) and np.isfinite(found).all() else None
     return None
 
 
-def _deviation_of_users(run: RunRecord, score: str) -> float | None:
-    users = _users_of(run, score)
+def _deviation_of_users(run: RunRecord, score: str, when: str) -> float | None:
+    users = _users_of(run, score, when)
     return None if users is None or len(users) < 2 else float(users.std())
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from benchmarks.compare.groups import Group
 from benchmarks.core.privacy_statement import rounded_up, shown
-from benchmarks.reporting.runs import epsilon_of, local_epsilon_of
+from benchmarks.reporting.runs import epsilon_of, local_epsilon_of, unprotected
+
+
+def in_short(group: Group) -> str:
+    """The epsilon of a group, and of how many runs the noise can be subtracted; ``none`` without privacy."""
+    cells = privacy_of(group)
+    if cells is None:
+        return "none"
+    seeded = unprotected([run.privacy for run in group.finished if run.privacy is not None])
+    return f"{cells[1]}; {seeded}" if seeded else cells[1]
 
 
 def privacy_of(group: Group) -> list[str] | None:
@@ -20,8 +29,8 @@ def privacy_of(group: Group) -> list[str] | None:
     bound = f"{section.clipping_bound:g}"
     bound += ", adapted" if getattr(section, "mechanism", "") == "adaptive" else ""
     known = [run.privacy for run in group.finished if run.privacy is not None]
-    if any(found.get("seeded_for_research_only") for found in known):
-        kind += ", noise from the seed: no protection"
+    if seeded := unprotected(known):
+        kind += f", {seeded}"
     if not known:
         return [kind, f"{section.epsilon:g} asked for, not finished", "–", "–", bound]
     if config.local_privacy is not None:

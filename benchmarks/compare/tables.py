@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.compare.charts import key
 from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import SPLITS, Unit, in_words
-from benchmarks.compare.privacy import privacy_of
+from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, lines_of
 from benchmarks.compare.significance import CONFIDENCE, Difference, pairs
 from benchmarks.core.code_version import short_commit
@@ -63,8 +63,7 @@ def overview(comparison: Comparison) -> Html:
         cells = [named + in_words(values, "percent") if values else NONE for values in found]
         cells.append(in_words(comparison.values(group, "time", "wall clock"), "seconds"))
         cells.append(in_words(comparison.values(group, "bytes", "the whole run"), "bytes"))
-        private = privacy_of(group)
-        rows.append([name_of(comparison, group), seeds, *cells, "none" if private is None else private[1]])
+        rows.append([name_of(comparison, group), seeds, *cells, in_short(group)])
     heads = [f"{shown(score)} on test (%)" for score in scores] or ["first score on test (%)"]
     heads = ["group", "seeds", *heads, "wall clock", "bytes, whole run", "epsilon"]
     return table("Groups: runs that differ by their seed alone", heads, rows)

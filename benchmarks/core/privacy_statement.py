@@ -154,6 +154,14 @@ def _releases(calibration: Calibration, noun: str) -> list[str]:
     ]
 
 
+def _end(calibration: Calibration) -> str:
+    """What the run's own guarantee covers, if it has one."""
+    if calibration.epsilon_executed == float("inf"):
+        return "The run itself guarantees nothing."
+    of = " of the run itself" if calibration.is_simulation else ""
+    return f"The guarantee{of} is for the model after every round; other figures are not covered by it."
+
+
 SECRET_NOISE = (
     "The noise was drawn by Philox from a secret of 128 bits of the operating system's entropy, which the "
     "run deletes after its last file is written."
@@ -198,7 +206,7 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
         else "The model was computed from the noisy sum.",
         f"Privacy loss was computed by {accounting}.",
         *([] if public else [SECRET_NOISE]),
-        "The guarantee is for the model after every round; other figures of the run are not covered by it.",
+        _end(calibration),
     ]
     return " ".join(sentences)
 

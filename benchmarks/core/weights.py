@@ -71,7 +71,8 @@ def with_traces(config: SomeConfig) -> SomeConfig:
 def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
     """What is recorded of the weights that training began from; None from scratch.
 
-    Licence, description and normalisation are None where they are not known. Of the model of a run of ours,
+    Licence, description and normalisation are None where they are not known; ``torchvision`` is whether they
+    are torchvision's of ImageNet. Of the model of a run of ours,
     ``experiment_sha256`` is the digest of what its seeds have in common.
 
     Args:
@@ -90,9 +91,14 @@ def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
         "description": source.description,
         "licence": source.licence,
         "normalisation": source.normalisation,
-        "imagenet": source.is_torchvisions,
+        "torchvision": source.is_torchvisions,
         **({} if source.experiment_sha256 is None else {"experiment_sha256": source.experiment_sha256}),
     }
+
+
+def from_torchvision(weights: Tree | None) -> bool:
+    """Whether recorded weights are torchvision's of ImageNet; earlier runs say it by the key ``imagenet``."""
+    return bool(weights and weights.get("torchvision", weights.get("imagenet")))
 
 
 def check_normalisation(config: TrainingConfig) -> None:

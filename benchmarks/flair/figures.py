@@ -241,7 +241,8 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
         highest = max(float(np.nanmax(values, initial=0.0)) for values in of_rows.values())
         axes.set(ylabel=titles[column], ylim=(0, min(102, 1.1 * highest + 1)))
     figure.suptitle(f"{name}\n{users:,} test users with {least_images} images or more, n seeds together")
-    figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
+    marks = violin_legend(groups["O-AP"])
+    figure.legend(handles=marks, frameon=False, ncols=len(marks), loc="outside lower center")
     return figure
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.sections import LocalPrivacySection
 from benchmarks.core.config.trees import Tree, as_word
+from benchmarks.core.weights import from_torchvision
 from benchmarks.flair.config import FLAIR, Config, parse
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
@@ -67,6 +68,16 @@ def _fields_of(config: Config) -> Tree:
     return {k: v for k, v in fields.items() if k not in ("setting", "model.weights_sha256")}
 
 
+def _default_options(config: Config) -> Tree:
+    """The defaults of the options that what a config chooses declares itself, by dotted key."""
+    found = {}
+    for name in ("server", "federated", "compression", "aggregation", "attack"):
+        section = getattr(config, name)
+        for item in dataclasses.fields(section.chosen.options) if section.options else ():
+            found[f"{name}.options.{item.name}"] = item.default
+    return found
+
+
 @cache
 def _shipped(setting: str, scale: str | None, recipe: str | None) -> Tree | None:
     """The fields of a shipped setting at a scale; None where the recipe does not go with the setting."""
@@ -115,12 +126,13 @@ def variant(config: Config) -> Variant:
         unlike = ("local differential privacy", "its own config") if local else ("its own config",)
         return Variant(config.setting, None, unlike)
     setting = LOCAL + config.setting.split("-", 1)[1] if local else config.setting
-    fields, candidates = _fields_of(config), []
+    fields, defaults, candidates = _fields_of(config), _default_options(config), []
     for recipe, scale in itertools.product((None, "pfl"), (None, *FLAIR.scales)):
         base = _shipped(setting, scale, recipe)
         if base is None:
             continue
-        keys = [key for key in {**base, **fields} if base.get(key) != fields.get(key)]
+        shipped = {**defaults, **base}
+        keys = [key for key in {**base, **fields} if shipped.get(key) != fields.get(key)]
         if "privacy" in fields and "privacy" not in base:  # none of its keys, where the row has them
             keys = ["privacy", *(key for key in keys if not key.startswith("privacy"))]
         differences = [] if recipe is None else [f"recipe={recipe}"]
@@ -159,6 +171,6 @@ def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...
     origin = (weights.get("description") or weights["file"]) if weights else "not recorded"
     if config.model.pretrained and config.model.arch != network:
         out.append(f"another network, {config.model.arch} ({origin}), where the paper has {network}")
-    elif config.model.pretrained and not (weights and weights.get("imagenet")):
+    elif config.model.pretrained and not from_torchvision(weights):
         out.append(f"weights are not torchvision's ImageNet ones ({origin})")
     return tuple(out)

@@ -105,6 +105,13 @@ def _dataset_name(row: Row) -> str:
     return f"{Path(row.runs[0].outcome['dataset']).name}{counts}{drawn}"
 
 
+def _test_set(row: Row) -> str:
+    """The data of a row, and the number of users of its test set."""
+    data = row.runs[0].data
+    users = f", {data['users']['test']:,} users" if "test" in data.get("users", {}) else ""
+    return f"{Path(row.runs[0].outcome['dataset']).name}{users}"
+
+
 def _further_reasons(rows: Sequence[Row], common: Sequence[str]) -> list[str]:
     """Reasons against rows beyond the common ones and what the labels say, a line for rows with the same."""
     labels: dict[str, list[str]] = {}
@@ -138,7 +145,7 @@ def markdown(report: Report) -> str:
         lines += [line for text in absent if text for line in (f"{text}.", "")]
         present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]
-        if missing:
+        if missing and any(paper.is_flair(row.runs[0].data) for row in rows):
             lines += [f"Missing, without a finished run as shipped: {', '.join(missing)}.", ""]
     if not report.rows:
         lines += ["No finished run.", ""]
@@ -195,9 +202,13 @@ def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
     """The guarantee of each private row in sentences for a paper; runs of older versions have none."""
     lines = []
     for row in rows:
-        statements = [run.privacy for run in row.runs if run.privacy and "paragraph" in run.privacy]
-        paragraphs = sorted({str(statement["paragraph"]) for statement in statements})
-        lines += [f"**{row.label}**, each seed by itself: {paragraph}" for paragraph in paragraphs]
+        seeds: dict[str, list[int]] = {}
+        for run in row.runs:
+            if run.privacy and "paragraph" in run.privacy:
+                seeds.setdefault(str(run.privacy["paragraph"]), []).append(run.seed)
+        for paragraph, found in seeds.items():
+            of = "each seed" if len(found) == len(row.runs) else f"seed {', '.join(map(str, found))}, each"
+            lines.append(f"**{row.label}**, {of} by itself: {paragraph}")
     return section("## What the private rows guarantee", lines)
 
 
@@ -262,25 +273,27 @@ def _tex(text: str) -> str:
 
 def latex(report: Report) -> str:
     """A ``table*`` (booktabs) for each data set and scale."""
+    heads = [*COLUMNS, *EXACT.values()]
     out = ["% made by python -m benchmarks.flair.report; needs \\usepackage{booktabs}"]
     for (_, scale), rows in _groups(report.rows).items():
-        where = _tex(_dataset_name(rows[0])) + (f", scale {_tex(scale)}" if scale else "")
+        where = _tex(_test_set(rows[0])) + (f", scale {_tex(scale)}" if scale else "")
         warning = "" if all(row.comparable for row in rows) else " Not comparable with the paper's rows."
         out += [
             "\\begin{table*}",
-            f"\\caption{{Test set of {where}, percent, mean $\\pm$ standard deviation over seeds.{warning}}}",
-            f"\\begin{{tabular}}{{ll{'r' * len(COLUMNS)}}}",
+            f"\\caption{{Test set of {where}, percent, mean $\\pm$ standard deviation over seeds. C-AP and "
+            "O-AP are those of 200 thresholds, as in the FLAIR paper; the exact ones stand last."
+            f"{warning}}}",
+            f"\\begin{{tabular}}{{p{{5cm}}l{'r' * len(heads)}}}",
             "\\toprule",
-            " & ".join(["Setting", "$n$", *COLUMNS]) + r" \\",
+            " & ".join(["Setting", "$n$", *heads]) + r" \\",
             "\\midrule",
         ]
         for row in rows:
-            cells = [row.cell(column) for column in COLUMNS]
-            out.append(
-                " & ".join([_tex(row.label), str(len(row.runs)), *(_tex(_cell(c)) for c in cells)]) + r" \\"
-            )
+            cells = [*map(row.cell, COLUMNS), *map(row.exact, EXACT)]
+            of_row = [f"\\raggedright {_tex(row.label)}", str(len(row.runs)), *map(_tex, map(_cell, cells))]
+            out.append(" & ".join(of_row) + r" \\")
             if cells[0].paper_mean is not None:
-                out.append(" & ".join(["\\quad paper", "5", *(_tex(_paper(c)) for c in cells)]) + r" \\")
+                out.append(" & ".join(["\\quad paper", "5", *map(_tex, map(_paper, cells))]) + r" \\")
         out += ["\\bottomrule", "\\end{tabular}"]
         out += [f"% {_tex(row.label)}: {row.privacy()}" for row in rows if row.privacy()]
         out += ["\\end{table*}"]

@@ -17,7 +17,8 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.privacy_statement import rounded_up, shown
 from benchmarks.flair import paper
 from benchmarks.flair.paper import LOCAL, Variant, reasons_against, variant
-from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of
+from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of, unprotected
+from pfl_ext.models.pretrained import source_of
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
 Verdict = Literal["agrees", "above", "below", "not comparable", "not in the paper"]
@@ -90,10 +91,12 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Label of the variant, with the weights it started from where they are not torchvision's."""
-        weights = self.runs[0].outcome.get("weights")
-        other = f", weights {weights['sha256'][:8]}" if weights and not weights.get("imagenet") else ""
-        return self.variant.label + other
+        """Label of the variant, with the weights it started from where they are not the known ones of its
+        network."""
+        weights, known = self.runs[0].outcome.get("weights"), source_of(self.runs[0].config.model.arch)
+        if not weights or (known is not None and known.is_of(weights["sha256"])):
+            return self.variant.label
+        return f"{self.variant.label}, weights {weights['sha256'][:8]}"
 
     @property
     def comparable(self) -> bool:
@@ -153,8 +156,7 @@ class Row:
         known = [run.privacy for run in self.runs if run.privacy is not None]
         if not known:
             return ""
-        seeded = any(found.get("seeded_for_research_only") for found in known)
-        mark = "NO PROTECTION, noise from the seed; " if seeded else ""
+        mark = f"{seeded}; " if (seeded := unprotected(known)) else ""
         if self.local:
             return mark + self._local_privacy()
         spent = list(map(epsilon_of, known))

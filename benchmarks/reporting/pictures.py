@@ -10,14 +10,23 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from benchmarks.reporting.plots import legend_below, save
 from dataset.arrays import ByteArray, Float32Array, FloatArray, IntArray
+from pfl_ext.tasks.segmentation import VOID
 
 SURE = 0.3
 """Boxes with at least this score are drawn."""
+DISTINCT = (
+    "e6194b", "3cb44b", "ffe119", "4363d8", "f58231", "911eb4", "46f0f0", "f032e6", "bcf60c", "fabebe",
+    "008080", "e6beff", "9a6324", "000000", "800000", "aaffc3", "808000", "2aa4ff", "000075", "808080",
+)  # fmt: skip
+"""Colours that can be told apart and from white, most of Trubetskoy's list, sashamaps.net."""
+LEGEND_LINE = 0.19
+"""Height of a line of the legend, in inches."""
 WIDTH = 5.4
 """Width of a picture, in inches."""
 
@@ -42,10 +51,13 @@ def masks(
     """
     palette = np.ones((256, 3))
     palette[: len(names)] = _palette(len(names))
-    shown = sorted({*np.unique(truth).tolist(), *np.unique(predicted).tolist()} - {255})
+    found = {*np.unique(truth).tolist(), *np.unique(predicted).tolist()}
     rows = list(zip(images, palette[truth], palette[predicted]))
     figure, _ = _panels(rows, ("image", "mask", "predicted"))
-    _finish(figure, palette, shown, names, title, path)
+    if VOID in found:
+        void: dict[str, Any] = {"color": "white", "markeredgecolor": "black", "markeredgewidth": 0.6}
+        figure.axes[0].plot([], [], "s", **void, label="no class")
+    _finish(figure, palette, sorted(found - {VOID}), names, title, path)
 
 
 def boxes(
@@ -83,7 +95,9 @@ def boxes(
 
 
 def _palette(number: int) -> FloatArray:
-    """A colour for each class, ``[C, 3]``."""
+    """A colour for each class, ``[C, 3]``: of `DISTINCT`, where they are enough."""
+    if number <= len(DISTINCT):
+        return np.array([to_rgb(f"#{code}") for code in DISTINCT[:number]])
     colours: FloatArray = colormaps["turbo"](np.linspace(0.03, 0.97, number))[:, :3]
     return colours
 
@@ -116,5 +130,6 @@ def _finish(
     for number in shown:
         figure.axes[0].plot([], [], "s", color=palette[number], label=names[number])
     figure.suptitle(title)
+    figure.set_figheight(figure.get_figheight() + LEGEND_LINE * -(-len(shown) // 3))
     legend_below(figure)
     save(figure, path)

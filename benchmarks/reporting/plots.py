@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from dataset.arrays import FloatArray
@@ -30,6 +31,8 @@ DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (
 LETTERS_AN_INCH = 13
 LINE_IN = 0.17
 """Width and height of a legend's letters, about."""
+FEW_USERS = 30
+"""Below so many users, each is drawn as a point: a density of them would be made up."""
 PRIVATE_PANELS = (
     ("clipping bound", "clipping bound (L2)"),
     ("fraction clipped", "fraction of updates clipped"),
@@ -90,28 +93,39 @@ def plain_log(axes: Axes) -> None:
 def violins(axes: Axes, groups: Mapping[str, FloatArray], colours: Sequence[str]) -> None:
     """A violin for each group, with its quartiles as a box, its median as a dot and its mean as a tick.
 
-    The shape ends at the least and the greatest value. Groups without a number keep their place, empty.
+    The shape ends at the least and the greatest value. A group of fewer than `FEW_USERS` has no shape and no
+    box, but a point for each value, beside each other. Groups without a number keep their place, empty.
     """
     for place, (values, colour) in enumerate(zip(groups.values(), colours)):
         known = values[~np.isnan(values)]
         if not len(known):
             continue
-        if np.ptp(known) > 0:
-            body = axes.violinplot([known], [place], widths=0.8, showextrema=False)["bodies"]
-            for part in body:  # type: ignore[attr-defined]
-                part.set(facecolor=colour, edgecolor=colour, alpha=0.35)
         low, median, high = np.quantile(known, [0.25, 0.5, 0.75])
-        axes.vlines(place, low, high, color=colour, linewidth=5)
+        if len(known) < FEW_USERS:
+            # steps of the golden ratio spread evenly, in any order of the values
+            beside = place + 0.5 * (np.arange(1, len(known) + 1) * 0.618034 % 1 - 0.5)
+            axes.plot(beside, known, "o", color=colour, alpha=0.6, markeredgewidth=0)
+        else:
+            if np.ptp(known) > 0:
+                body = axes.violinplot([known], [place], widths=0.8, showextrema=False)["bodies"]
+                for part in body:  # type: ignore[attr-defined]
+                    part.set(facecolor=colour, edgecolor=colour, alpha=0.35)
+            axes.vlines(place, low, high, color=colour, linewidth=5)
         axes.plot(place, median, "o", color="white", markeredgecolor=BLACK, markersize=6, zorder=3)
         axes.plot(place, known.mean(), "_", color=BLACK, markersize=16, zorder=3)
     axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.grid(axis="y", alpha=0.3)
 
 
-def violin_legend() -> list[Line2D]:
-    """Handles that say what the marks of `violins` are."""
+def violin_legend(groups: Mapping[str, FloatArray]) -> list[Line2D]:
+    """Handles that say what the marks of `violins` of these groups are."""
+    sizes = [np.count_nonzero(~np.isnan(values)) for values in groups.values()]
+    point = Line2D([], [], color=GREY, marker="o", linestyle="", alpha=0.6, label="one user")
+    box = Line2D([], [], color=GREY, linewidth=5, label="middle half of the users")
     return [
-        Line2D([], [], color=GREY, linewidth=5, label="middle half of the users"),
+        *([point] if any(0 < size < FEW_USERS for size in sizes) else []),
+        *([box] if any(size >= FEW_USERS for size in sizes) else []),
         Line2D([], [], color="white", markeredgecolor=BLACK, marker="o", linestyle="", label="median"),
         Line2D([], [], color=BLACK, marker="_", markersize=12, linestyle="", label="mean"),
     ]
@@ -123,7 +137,7 @@ def per_user_violins(groups: Mapping[str, FloatArray], ylabel: str, title: str, 
     axes = figure.subplots()
     violins(axes, groups, (BLUE, ORANGE, GREEN))
     axes.set(ylabel=ylabel, ylim=(0, 102), title=title)
-    figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
+    figure.legend(handles=violin_legend(groups), frameon=False, ncols=4, loc="outside lower center")
     save(figure, path)
 
 
@@ -165,21 +179,27 @@ def per_class_bars(
 ) -> None:
     """AP of the classes on test, the commonest first, beside the paper's where it gives them.
 
-    Grey ticks are each label's share of the images: the AP of guessing. At most ``most`` classes are drawn.
+    Red ticks are each label's share of the images: the AP of guessing. At most ``most`` classes are drawn. A
+    class without an image in test has no AP, and "none" in its place.
     """
     order = np.argsort(-np.asarray(prevalence), kind="stable")[:most]
     x = np.arange(len(order))
     figure = Figure(figsize=(max(6.4, 0.36 * len(order)), 4.2), layout="constrained")
     axes = figure.subplots()
     shift = 0.2 if paper else 0.0
-    axes.bar(x - shift, [ap[k] for k in order], 0.4 if paper else 0.7, color=BLUE, label="this run")
+    present = [ap[k] if prevalence[k] else np.nan for k in order]
+    axes.bar(x - shift, present, 0.4 if paper else 0.7, color=BLUE, label="this run")
     if paper:
         bars = [paper.get(names[k], np.nan) for k in order]
         axes.bar(x + shift, bars, 0.4, color=ORANGE, label="paper (FLAIR)")
-    axes.plot(
-        x, [100 * prevalence[k] for k in order], "_", color=GREY, markersize=14, label="label prevalence"
-    )
+    shares = [100 * prevalence[k] if prevalence[k] else np.nan for k in order]
+    edge = [withStroke(linewidth=4.5, foreground="white")]
+    looks: dict[str, Any] = {"markersize": 14, "markeredgewidth": 2.2, "path_effects": edge}
+    axes.plot(x, shares, "_", color=VERMILION, label="label prevalence", **looks)
+    for place in np.flatnonzero(np.isnan(shares)).tolist():
+        axes.text(place, 1, "none", rotation=90, ha="center", va="bottom", fontsize="small")
     axes.set_xticks(x, [names[k] for k in order], rotation=50, ha="right")
+    axes.set_xlim(-0.7, len(order) - 0.3)
     shown = "" if len(order) == len(names) else f" (commonest {len(order)} of {len(names)})"
     axes.set(ylabel="average precision on test (%)", ylim=(0, 100), title=title + shown)
     figure.legend(frameon=False, ncols=3, loc="outside lower center")
@@ -200,11 +220,16 @@ def private_panel(axes: Axes, name: str, label: str) -> None:
 def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Clipping bound, fraction of updates clipped and signal-to-noise ratio over a private run's rounds.
 
-    What the run did not write, as with ``privacy.release: public``, has no panel.
+    What the run did not write, as with ``privacy.release: public``, has no panel; nor has what is the same in
+    all rounds, as a fixed clipping bound, beside what changes.
     """
     lines = [(line["round"], line["privacy"]) for line in history if "privacy" in line]
     rounds = [number for number, _ in lines]
-    panels = [panel for panel in PRIVATE_PANELS if any(panel[0] in values for _, values in lines)]
+    found = {
+        panel: {values[panel[0]] for _, values in lines if panel[0] in values} for panel in PRIVATE_PANELS
+    }
+    panels = [panel for panel, values in found.items() if len(values) > 1]
+    panels = panels or [panel for panel, values in found.items() if values]
     figure = Figure(figsize=(6.4, 1 + 1.8 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (name, label) in zip(rows, panels):

@@ -291,6 +291,19 @@ def _epsilon(value: float | str | None) -> float:
     return math.inf if value is None or value == "infinite" else float(value)
 
 
+def unprotected(statements: Sequence[Tree]) -> str:
+    """That the noise of runs of a group can be subtracted, of how many where not of all; empty if of none.
+
+    Args:
+        statements: the group's privacy.json.
+    """
+    seeded = sum(bool(found.get("seeded_for_research_only")) for found in statements)
+    if not seeded:
+        return ""
+    part = "" if seeded == len(statements) else f" in {seeded} of {len(statements)} runs"
+    return f"NO PROTECTION{part}, noise from the seed"
+
+
 def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float]:
     """The numbers of a run with noise on every device: (epsilon of one update, delta, rounds of the user who
     took part most, what that user has spent at delta).

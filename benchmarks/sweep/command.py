@@ -5,7 +5,8 @@
     python -m benchmarks.sweep learning-rates [--count N] [training keys]     registers it with wandb
     python -m benchmarks.sweep ENTITY/PROJECT/SWEEP_ID [--count N]            helps with that one
 
-A YAML without ``command`` runs the training of ``--program`` (default: benchmarks.flair.train).
+A YAML without ``command`` runs the training of ``--program``: benchmarks.flair.train (the default), or
+that of visual_classification, fedcv.classification, fedcv.segmentation or fedcv.detection.
 A local sweep that was stopped goes on by the same command.
 """
 

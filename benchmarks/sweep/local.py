@@ -1,7 +1,8 @@
 """A sweep with no server: some trials at a time, to be gone on with however it ends.
 
 The directory of a sweep holds ``study.journal`` (optuna's), a plain run for each trial in
-``trials/NNN-DIGEST``, ``logs/NNN.log``, ``table.md``, ``table.csv`` and ``plots/``.
+``trials/NNN-DIGEST``, ``logs/NNN.log``, ``table.md``, ``table.csv``, ``over_seeds.csv`` where ``seed`` is
+swept, and ``plots/``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import optuna
 from optuna.storages import JournalStorage
@@ -25,9 +27,15 @@ from pydantic.dataclasses import dataclass
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree, differences
 from benchmarks.core.tracking import flat
-from benchmarks.reporting.tables import markdown_table
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
-from benchmarks.sweep.report import Row, parallel_coordinates, table, write_tables
+from benchmarks.sweep.report import (
+    Row,
+    other_models,
+    over_seeds,
+    parallel_coordinates,
+    table,
+    write_tables,
+)
 from benchmarks.sweep.space import Sweep, command_words
 from pfl_ext.configs import STRICT
 
@@ -199,7 +207,7 @@ class LocalSweep:
         best = f", best {self.sweep.ranking.name} {self._best(values):.4g}" if values else ""
         why = f": {fault}" if status == "failed" else ""
         print(f"trial {trial.user_attrs['name'][:3]} {status}{best}{why}", flush=True)
-        write_tables(self._table(self.rows()), self.directory)
+        self._write(self.rows())
 
     def run(self) -> list[Row]:
         """Make what is missing of the trials; an interruption stops them, and a later call goes on.
@@ -259,20 +267,25 @@ class LocalSweep:
                     results.get("test", {}).get(self.sweep.experiment.headline[0]),
                     results.get("wall_clock_s") or sum(seconds) or None,
                     str(run_dir.relative_to(self.directory)),
+                    results.get("best_step"),
                 )
             )
         return out
 
-    def _table(self, rows: Sequence[Row]) -> list[list[str]]:
-        return table(rows, list(self.sweep.space), self.sweep.ranking, self.sweep.experiment.headline[0])
+    def _write(self, rows: Sequence[Row]) -> str:
+        """Write the tables; the text of ``table.md``."""
+        trained, ranking = self.sweep.experiment, self.sweep.ranking
+        columns = rows, list(self.sweep.space), ranking, trained.headline[0]
+        best_by = get_type_hints(type(trained.benchmark.parse(self.words).config.evaluation))["best_by"]
+        note = other_models(rows, ranking, get_args(best_by))
+        return write_tables(table(*columns), over_seeds(*columns), note, self.directory)
 
     def report(self) -> None:
         """Table and plot of what there is."""
         rows = self.rows()
-        cells, stem = self._table(rows), self.directory / "plots" / "parallel_coordinates"
-        write_tables(cells, self.directory)
+        text, stem = self._write(rows), self.directory / "plots" / "parallel_coordinates"
         drawn = parallel_coordinates(rows, self.sweep, self.sweep.name or self.directory.name, stem)
-        print(f"\n{markdown_table(cells[0], cells[1:])}\n")
+        print(f"\n{text}\n")
         print(
             f"sweep directory: {self.directory} (table.md, table.csv{', plots/' if drawn else ''}, trials/)"
         )

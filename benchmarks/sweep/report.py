@@ -1,7 +1,8 @@
-"""What a sweep found: a table of its trials, the best first, and a parallel-coordinates plot."""
+"""What a sweep found: a table of its trials, the best first, their means over seeds, and a picture."""
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import optuna
 from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FixedLocator
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.visualization.matplotlib import plot_parallel_coordinate
 
-from benchmarks.reporting.plots import save
+from benchmarks.reporting.plots import plain_log, save
 from benchmarks.reporting.tables import csv_table, markdown_table
 from benchmarks.sweep.space import Metric, Sweep
 from dataset.files import write_bytes
@@ -22,11 +27,16 @@ from pfl_ext.tasks.multi_label_scores import shown
 
 MOST_TICKS = 100
 """Most values of a parameter drawn as categories; one of more whole numbers is drawn as a scale."""
+MOST_LABELS = 12
+"""Most tick labels of an axis of categories."""
+PAD = 0.06
+"""What is left free at both ends of an axis, as a share of its height."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One trial: `score` is the best of the metric, reached at `step`; `test` the headline score on test."""
+    """One trial: `score` is the best of the metric, reached at `step`; `test` the headline score on test, of
+    the model of `test_step`."""
 
     number: int
     point: Mapping[str, Any]
@@ -37,6 +47,7 @@ class Row:
     seconds: float | None
     """The trial's time; None where nothing says it, as in a public release."""
     run_dir: str
+    test_step: int | None = None
 
 
 def table(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> list[list[str]]:
@@ -45,27 +56,112 @@ def table(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: 
     A column is for each of the ``varied`` parameters; ``headline`` names the score of `Row.test`.
     """
     sign = -1 if metric.goal == "maximize" else 1
-    out = [["rank", "trial", *varied, f"best {metric.name}", "at", f"test {shown(headline)}", "status",
-            "seconds", "run"]]  # fmt: skip
+    out = [["rank", "trial", *varied, f"best {metric.name}", "at", f"test {shown(headline)}", "test at",
+            "status", "seconds", "run"]]  # fmt: skip
     for rank, row in enumerate(
         sorted(rows, key=lambda r: (r.score is None, sign * (r.score or 0.0), r.number)), 1
     ):
-        values = [row.point[name] for name in varied]
-        cells = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values]
         place, score, step = "", "", ""
         if row.score is not None:
             place, score, step = str(rank), f"{row.score:.4g}", str(row.step)
         test = "" if row.test is None else f"{row.test:.2f}"
+        tested = "" if row.test_step is None else str(row.test_step)
         seconds = "" if row.seconds is None else f"{row.seconds:.0f}"
-        out.append([place, f"{row.number:03d}", *cells, score, step, test, row.status, seconds,
-                    row.run_dir])  # fmt: skip
+        out.append([place, f"{row.number:03d}", *_cells(row, varied), score, step, test, tested, row.status,
+                    seconds, row.run_dir])  # fmt: skip
     return out
 
 
-def write_tables(cells: Sequence[Sequence[str]], directory: Path) -> None:
-    """``table.md`` and ``table.csv``."""
-    write_bytes(directory / "table.md", f"{markdown_table(cells[0], cells[1:])}\n".encode())
+def _cells(row: Row, names: Sequence[str]) -> list[str]:
+    values = [row.point[name] for name in names]
+    return [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values]
+
+
+def over_seeds(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> list[list[str]]:
+    """The header, then each point with its mean over seeds, the best first; empty where no seed varies.
+
+    The standard deviation is the sample's (n - 1). The mean on test is there where all n trials have one.
+    """
+    names = [name for name in varied if name != "seed"]
+    if len(names) == len(varied):
+        return []
+    points: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.score is not None:
+            points.setdefault(tuple(_cells(row, names)), []).append(row)
+    sign = -1 if metric.goal == "maximize" else 1
+    means = {point: sign * statistics.fmean(r.score or 0.0 for r in found) for point, found in points.items()}
+    out = [["rank", *names, "n", f"mean best {metric.name}", "std", f"mean test {shown(headline)}", "std"]]
+    for rank, point in enumerate(sorted(points, key=lambda each: means[each]), 1):
+        scores = [row.score for row in points[point]]
+        tests = [row.test for row in points[point]]
+        out.append(
+            [str(rank), *point, str(len(scores)), *_mean_and_std(scores, ".4g"), *_mean_and_std(tests, ".2f")]
+        )
+    return out
+
+
+def _mean_and_std(values: Sequence[float | None], form: str) -> tuple[str, str]:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "", ""
+    return f"{statistics.fmean(known):{form}}", f"{statistics.stdev(known):{form}}" if len(known) > 1 else ""
+
+
+def other_models(rows: Sequence[Row], metric: Metric, best_by: Sequence[str]) -> str:
+    """A line where some trial's test score is of another model than the one that it is ranked by; else empty.
+
+    Args:
+        rows: the trials.
+        metric: that ranks them.
+        best_by: what ``evaluation.best_by`` can be.
+    """
+    if all(row.test_step in (None, row.step) for row in rows):
+        return ""
+    score = metric.name.removeprefix("val/")
+    remedy = (
+        f"--evaluation.best_by {score}" if score in best_by else "a metric that --evaluation.best_by takes"
+    )
+    return (
+        f"The test score is of the model that evaluation.best_by chose (test at), not always of the best "
+        f"{metric.name} (at); {remedy} makes them one."
+    )
+
+
+def write_tables(
+    cells: Sequence[Sequence[str]], means: Sequence[Sequence[str]], note: str, directory: Path
+) -> str:
+    """Write ``table.md``, ``table.csv`` and, where seeds vary, ``over_seeds.csv``; the text of the first."""
+    parts = [markdown_table(cells[0], cells[1:]), note]
     write_bytes(directory / "table.csv", csv_table(cells[0], cells[1:]).encode())
+    if means:
+        parts += [
+            "Over seeds, ranked by the mean (n trials with a score):",
+            markdown_table(means[0], means[1:]),
+        ]
+        write_bytes(directory / "over_seeds.csv", csv_table(means[0], means[1:]).encode())
+    text = "\n\n".join(part for part in parts if part)
+    write_bytes(directory / "table.md", f"{text}\n".encode())
+    return text
+
+
+def _make_readable(axes: Axes) -> None:
+    """Keep the lines off the frame, and the tick labels off each other and readable above the lines.
+
+    All axes are padded by one share of their height, so that the lines still meet them at their values.
+    """
+    scale = axes.yaxis.get_transform()
+    low, high = scale.transform(np.array(axes.get_ylim()))
+    pad = PAD * (high - low)
+    axes.set_ylim(*scale.inverted().transform(np.array([low - pad, high + pad])))
+    if axes.get_yscale() == "log":
+        plain_log(axes)
+    elif isinstance(axes.yaxis.get_major_locator(), FixedLocator):
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        every = -(-len(labels) // MOST_LABELS)
+        axes.set_yticks(axes.get_yticks()[::every], labels[::every])
+    for label in axes.get_yticklabels():
+        label.set_path_effects([withStroke(linewidth=3, foreground="white")])
 
 
 def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Path) -> bool:
@@ -99,6 +195,9 @@ def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Pa
         axes.collections[-1].set(cmap="cividis", linewidth=1.6)
         axes.set_xticklabels([sweep.ranking.name, *sorted(spaces)], ha="left")  # optuna cuts long names
         axes.set_title(f"{title}: {len(scored)} trials")
+        for each in axes.figure.axes:
+            if each is not axes.collections[-1].colorbar.ax:
+                _make_readable(each)
         for suffix in (".png", ".svg"):
             save(axes.figure, stem.with_suffix(suffix))
         plt.close(axes.figure)

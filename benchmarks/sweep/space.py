@@ -9,9 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from benchmarks.core.config.sections import config_modules
 from benchmarks.core.config.trees import Tree, build, read_yaml
 from benchmarks.core.experiment import Experiment
 from benchmarks.sweep.parameter import MOST_VALUES, Parameter
@@ -31,8 +30,9 @@ from pfl_ext.randomness import seed32
 
 SWEEPS = {path.stem: path for path in sorted(Path(__file__).parents[1].glob("*/sweeps/*.yaml"))}
 """The shipped sweeps of all benchmarks."""
-TRAIN = re.compile(r"benchmarks\.\w+\.train")
-"""The module that a sweep's command runs: a benchmark's training."""
+TRAIN = re.compile(r"benchmarks(\.\w+)+\.train")
+"""How the module that a sweep's command runs is called: a benchmark's training."""
+PROGRAMS = tuple(f"{name.removesuffix('config')}train" for name in config_modules())
 DEFAULT_PROGRAM = "benchmarks.flair.train"
 NOT_SWEPT = ("run_dir", "data_path", "weights", "resume")
 MOST_DRAWS = 50
@@ -174,13 +174,9 @@ def command_words(point: Tree) -> list[str]:
 def _module(name: str, where: str) -> str:
     """The training module that ``program`` names, as a module or, as wandb does, as a file."""
     module = name.removesuffix(".py").replace("/", ".")
-    if TRAIN.fullmatch(module):
-        with suppress(ModuleNotFoundError):  # of the folder that it would be in
-            if find_spec(module) is not None:
-                return module
-    raise ValueError(
-        f"{where} is {name!r}: choose {DEFAULT_PROGRAM} or benchmarks.visual_classification.train"
-    )
+    if module in PROGRAMS:
+        return module
+    raise ValueError(f"{where} is {name!r}: choose one of {', '.join(PROGRAMS)}")
 
 
 def _parameter(key: str, entry: object, path: Path) -> Parameter:

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
+from benchmarks.core.weights import from_torchvision
 from benchmarks.visual_classification.config import VISION, Config
 
 ROUNDS = (1000, 2500, 5000)
@@ -66,7 +67,6 @@ def reasons_against(config: Tree, results: Tree) -> tuple[str, ...]:
     if keys:
         shown = ", ".join(f"{key}={fields.get(key)}" for key in keys[:4])
         out.append(f"config differs: {shown}{', ...' if keys[4:] else ''}")
-    weights = results.get("weights")
-    if fields.get("model.pretrained") and not (weights and weights.get("imagenet")):
+    if fields.get("model.pretrained") and not from_torchvision(results.get("weights")):
         out.append("weights are not torchvision's ImageNet ones")
     return tuple(out)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from dataset.cli import OneLineParser, input_file, output_file, output_folder, r
 from dataset.files import write_json
 from dataset.partitions.drawn import Recipe, parse_kinds, read_name, written_kinds
 from dataset.partitions.of_file import default_taxonomy, drawn_of, read_csv, write_with
-from dataset.partitions.statistics import as_text, measure
+from dataset.partitions.statistics import MEANING, as_text, measure
 from dataset.store import probe
 from dataset.store.hdf5 import DataFile
 
@@ -29,7 +30,7 @@ from dataset.store.hdf5 import DataFile
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m dataset.partitions",
-        description=__doc__,
+        description=f"{__doc__}\n{textwrap.fill(MEANING, 105)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

@@ -1,8 +1,9 @@
 """Figures of a data set's partitions, after Figures 2, 3 and 4 (top) of Hsu, Qi and Brown.
 
-classes.png: images of each class, by rank, for each split (2a, 3). clients.png: classes and images of each
-client, by rank, for each partition (2b, 2c, 3). emd.png: how far each client's classes are from the
-population's, for each partition (4, top). mixes.png: the classes of the first clients of each partition.
+classes.png: images of each class, for each split (2a, 3), by name, or by rank where there are many.
+clients.png: classes and images of each client, by rank, for each partition (2b, 2c, 3). emd.png: how far each
+client's classes are from the population's, for each partition (4, top). mixes.png: the classes of clients of
+each partition, from the largest to the smallest.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's pale
 BROKEN = ((6, 2), (3, 1, 1, 1), (1, 1), (5, 1, 1, 1))  # lengths of ink and gap
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", *((0, lengths) for lengths in BROKEN))
 COLOURS = tuple(colormaps["tab20"].colors)  # type: ignore[attr-defined]
+MOST_BARS = 40
+"""Most classes that are drawn as bars, each with its name."""
+GIANT = 10
+"""From so many times the median client on, the largest would hide the others: shares are drawn instead."""
+COLUMNS = 6
+"""Names of classes in a line of a legend."""
 LINE = 110
 """Letters of a legend's line."""
 PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
@@ -40,7 +47,7 @@ def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) ->
     trained = [part for part in dealt if part.split == "train"] or list(dealt)
     trained.sort(key=lambda part: part.emd)
     figures = {"classes": classes(file, taxonomy), "clients": clients(trained), "emd": emd(trained)}
-    figures["mixes"] = mixes(trained)
+    figures["mixes"] = mixes(trained, SingleLabelView(file, taxonomy=taxonomy, lowest=True).label_names)
     paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in paths.items():
         with replacing(path) as temporary:
@@ -49,20 +56,35 @@ def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) ->
 
 
 def classes(file: DataFile, taxonomy: str) -> Figure:
-    """Images of each class, the commonest first."""
-    figure = Figure(figsize=(4.6, 3.4), layout="constrained")
-    axes = figure.subplots()
+    """Images of each class, the commonest first: a bar for each split under its name, or lines over ranks."""
     task = SingleLabelView(file, taxonomy=taxonomy, lowest=True)
-    for name, colour, dash in zip(file.splits, (BLUE, GREEN, ORANGE), DASHES):
-        counts = task.split(name).label_counts()
-        label = f"{name}: {counts.sum():,} images"
-        _ranked(axes, counts[counts > 0], color=colour, linestyle=dash, label=label)
-    axes.set(xlabel="class, the commonest first", ylabel="images", yscale="log")
-    if len(task.label_names) > 50:
-        axes.set_xscale("log")
+    counts = {name: task.split(name).label_counts() for name in file.splits}
+    number, bars = len(task.label_names), len(task.label_names) <= MOST_BARS
+    figure = Figure(figsize=(max(4.6, 1.4 + 0.32 * number) if bars else 4.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    order = np.argsort(-counts[file.splits[0]], kind="stable")
+    for place, (name, colour, dash) in enumerate(zip(counts, (BLUE, GREEN, ORANGE), DASHES)):
+        images, label = counts[name], f"{name}: {counts[name].sum():,} images"
+        if bars:
+            width = 0.8 / len(counts)
+            left = np.arange(number) - 0.4 + place * width
+            axes.bar(
+                left,
+                100 * images[order] / max(images.sum(), 1),
+                width,
+                align="edge",
+                color=colour,
+                label=label,
+            )
+        else:
+            _ranked(axes, images[images > 0], color=colour, linestyle=dash, label=label)
+    if bars:
+        axes.set_xticks(np.arange(number), [task.label_names[k] for k in order], rotation=50, ha="right")
+        axes.set_ylabel("% of the split's images")
+        axes.grid(axis="y", alpha=0.25)
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _plain(axes)
+        axes.set(xlabel="class, the commonest first", ylabel="images", xscale="log", yscale="log")
+        _plain(axes)
     figure.legend(frameon=False, ncols=3, loc="outside lower center", fontsize=8, columnspacing=1.2)
     return figure
 
@@ -87,28 +109,35 @@ def clients(dealt: Sequence[Dealt]) -> Figure:
     return figure
 
 
-def mixes(dealt: Sequence[Dealt]) -> Figure:
-    """Images of the first clients of each partition, a colour for each of the commonest classes."""
+def mixes(dealt: Sequence[Dealt], names: Sequence[str]) -> Figure:
+    """Images of clients of each partition, the largest first, a colour for each of the commonest classes."""
     rows = -(-len(dealt) // 2)
-    figure = Figure(figsize=(8.4, 0.4 + 1.9 * rows), layout="constrained")
-    panels = figure.subplots(rows, 2, squeeze=False).flatten().tolist()
     commonest = np.argsort(-sum(part.mixes.sum(0) for part in dealt), kind="stable")
     shown = np.sort(commonest[: len(COLOURS)])  # of all panels, so that a colour is one class in all
+    lines = -(-(len(shown) + 1) // COLUMNS)
+    figure = Figure(figsize=(8.4, 0.4 + 1.9 * rows + 0.18 * lines), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False).flatten().tolist()
     for part, axes in zip(dealt, panels):
-        bottom = np.zeros(len(part.mixes))
-        stacks = [(part.mixes[:, k], colour) for k, colour in zip(shown, COLOURS)]
-        stacks.append((part.mixes.sum(1) - part.mixes[:, shown].sum(1), "lightgrey"))
-        for height, colour in stacks:
-            axes.bar(np.arange(len(height)), height, 1.0, bottom, color=colour, linewidth=0)
+        images, unit = part.mixes.astype(float), "images"
+        sizes = images.sum(1)
+        if sizes.max() > GIANT * np.median(sizes):
+            images, unit = 100 * images / np.maximum(sizes, 1)[:, None], "% of its images"
+        stacks = [(images[:, k], colour, names[k]) for k, colour in zip(shown, COLOURS)]
+        if len(names) > len(shown):
+            stacks.append((images.sum(1) - images[:, shown].sum(1), "lightgrey", "all other classes"))
+        bottom = np.zeros(len(images))
+        for height, colour, name in stacks:
+            axes.bar(np.arange(len(height)), height, 1.0, bottom, color=colour, linewidth=0, label=name)
             bottom = bottom + height
-        axes.set_title(f"{part.name} ({len(part.sizes):,} clients)", fontsize=8)
-        axes.set(xlim=(-0.5, len(bottom) - 0.5), xlabel="client", ylabel="images")
+        drawn = f"{len(images):,} of " if len(images) < len(part.sizes) else ""
+        axes.set_title(f"{part.name} ({drawn}{len(part.sizes):,} clients, by size)", fontsize=8)
+        axes.set(xlim=(-0.5, len(bottom) - 0.5), xlabel="client, the largest first", ylabel=unit)
         axes.tick_params(labelsize=8)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[len(dealt) :]:
         axes.set_visible(False)
-    grey = ", grey all others" if len(commonest) > len(shown) else ""
-    figure.suptitle(f"each colour a class{grey}", fontsize=9)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, ncols=COLUMNS, fontsize=7, loc="outside lower center")
     return figure
 
 

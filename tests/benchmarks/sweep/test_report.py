@@ -5,9 +5,20 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from benchmarks.sweep.report import Row, parallel_coordinates, table
+from benchmarks.sweep.report import (
+    MOST_LABELS,
+    PAD,
+    Row,
+    other_models,
+    over_seeds,
+    parallel_coordinates,
+    table,
+    write_tables,
+)
 from benchmarks.sweep.space import Metric, read_sweep
 from tests.benchmarks.sweep.test_space import written
 
@@ -30,6 +41,74 @@ def test_the_table_has_the_best_first_and_the_unscored_last() -> None:
     assert dict(zip(*unknown))["seconds"] == ""
     smallest = table(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP")
     assert [line[1] for line in smallest[1:]] == ["000", "001", "002"]
+
+
+@pytest.mark.parametrize(
+    ("test_step", "best_by", "said"),
+    [
+        (3, ("loss", "C-AP"), ""),
+        (None, ("loss", "C-AP"), ""),
+        (60, ("loss", "C-AP"), "; --evaluation.best_by C-AP makes them one."),
+        (60, ("loss",), "; a metric that --evaluation.best_by takes makes them one."),
+    ],
+)
+def test_the_table_says_which_model_a_test_score_is_of(
+    test_step: int | None, best_by: tuple[str, ...], said: str
+) -> None:
+    rows = [dataclasses.replace(some_rows()[0], test=1.0, test_step=test_step)]
+    metric = Metric("val/C-AP", "maximize")
+    line = dict(zip(*table(rows, ["b"], metric, "C-AP")))
+    assert (line["at"], line["test at"]) == ("3", "" if test_step is None else str(test_step))
+    note = other_models(rows, metric, best_by)
+    assert note.endswith(said)
+    assert bool(note) == bool(said)
+
+
+def test_points_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None:
+    """The lucky seed of "lucky" has the best trial; "steady" has the better mean."""
+    scores: dict[str, list[float | None]] = {
+        "lucky": [90.0, 10.0, None],
+        "steady": [60.0, 61.0, 62.0],
+        "failed": [None],
+    }
+    rows = [
+        Row(seed, {"a": name, "seed": seed}, "finished", score, 3, score, 1.0, "x")
+        for name, values in scores.items()
+        for seed, score in enumerate(values)
+    ]
+    rows[0] = dataclasses.replace(rows[0], test=None)
+    means = over_seeds(rows, ["a", "seed"], Metric("val/C-AP", "maximize"), "C-AP")
+    assert means == [
+        ["rank", "a", "n", "mean best val/C-AP", "std", "mean test C-AP exact", "std"],
+        ["1", "steady", "3", "61", "1", "61.00", "1.00"],
+        ["2", "lucky", "2", "50", "56.57", "", ""],
+    ]
+    assert over_seeds(rows, ["a", "seed"], Metric("val/loss"), "C-AP")[1][1] == "lucky"
+    assert over_seeds(rows, ["a"], Metric("val/loss"), "C-AP") == []
+    text = write_tables([["rank"], ["1"]], means, "A note.", tmp_path)
+    assert text == (tmp_path / "table.md").read_text().rstrip("\n")
+    assert "A note.\n\nOver seeds" in text
+    assert (tmp_path / "over_seeds.csv").read_text().splitlines()[1] == "1,steady,3,61,1,61.00,1.00"
+
+
+def test_no_line_of_the_picture_runs_along_its_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All axes are padded by one share of their height, and an axis of many values has few labels."""
+    space = {
+        "local.max_images": {"values": list(range(1, 61))},
+        "server.learning_rate": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
+    }
+    sweep, _, _ = read_sweep(written(tmp_path, space, method="random", run_cap=40))
+    points = [{"local.max_images": i + 1, "server.learning_rate": 0.001 + i * 0.099 / 39} for i in range(40)]
+    rows = [Row(i, point, "finished", 10.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
+    figures: list[Figure] = []
+    monkeypatch.setattr("benchmarks.sweep.report.save", lambda figure, path: figures.append(figure))
+    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
+    score, _, images, rate = figures[0].axes
+    for axes, low, high in ((score, 10, 49), (rate, np.log10(0.001), np.log10(0.1))):
+        limits = axes.yaxis.get_transform().transform(np.array(axes.get_ylim()))
+        places = (np.array([low, high]) - limits[0]) / np.ptp(limits)
+        np.testing.assert_allclose(places, np.array([PAD, 1 + PAD]) / (1 + 2 * PAD))
+    assert len(images.get_yticklabels()) <= MOST_LABELS
 
 
 def test_one_scored_trial_makes_no_plot(tmp_path: Path) -> None:

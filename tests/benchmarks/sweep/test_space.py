@@ -20,9 +20,10 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree, dotted
 from benchmarks.flair.config import parse
+from benchmarks.sweep import command
 from benchmarks.sweep.command import ranked_run, training_words
 from benchmarks.sweep.parameter import Parameter
-from benchmarks.sweep.space import SWEEPS, EarlyTerminate, Sweep, command_words, read_sweep
+from benchmarks.sweep.space import PROGRAMS, SWEEPS, EarlyTerminate, Sweep, command_words, read_sweep
 
 COMMAND = ["${env}", "${interpreter}", "-m", "benchmarks.flair.train", "--config=fl-r-17", "${args}"]
 METRIC = {"name": "val/C-AP", "goal": "maximize"}
@@ -199,15 +200,18 @@ def test_a_draw_from_many_whole_numbers_lists_none_of_them(tmp_path: Path) -> No
     [
         (None, None, "benchmarks.flair.train"),
         ("benchmarks/visual_classification/train.py", None, "benchmarks.visual_classification.train"),
-        (None, "benchmarks.visual_classification.train", "benchmarks.visual_classification.train"),
+        *((None, name, name) for name in PROGRAMS),
     ],
 )
 def test_without_a_command_a_benchmarks_training_is_run(
     program: str | None, asked: str | None, module: str, tmp_path: Path
 ) -> None:
     """Issue 17.46."""
-    file = written(tmp_path, {"seed": {"value": 1}}, command=None, program=program)
-    assert read_sweep(file, asked)[0].program_module == module
+    file = written(tmp_path, {"seed": {"value": 1}}, command=None, program=program, metric=None)
+    sweep = read_sweep(file, asked)[0]
+    assert sweep.program_module == module
+    assert sweep.ranking.name.removeprefix("val/") in sweep.experiment.scores
+    assert module.removesuffix(".train").removeprefix("benchmarks.") in (command.__doc__ or "")
 
 
 def test_a_key_that_training_does_not_know_is_named_before_any_trial() -> None:

@@ -129,7 +129,7 @@ def made_run(folder: Path, setting: str, seed: int, best: float, *argv: str) -> 
         "commit": "c" * 40, "config_sha256": digest(config), "partition": {"mean_emd": 1.7 if argv else 0.3},
         "per_class_accuracy": dict.fromkeys("abcdefghij", 1.0),
         "data": {"images": paper.IMAGES[config.data.dataset]},
-        "weights": {"sha256": "ab", "imagenet": True} if config.model.pretrained else None,
+        "weights": {"sha256": "ab", "torchvision": True} if config.model.pretrained else None,
     }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(results))
 

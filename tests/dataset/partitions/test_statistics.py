@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.cifar10.source import csv_partitions
 from dataset.cli import run
 from dataset.flair.download_preprocess import main as preprocess
+from dataset.partitions import figures
 from dataset.partitions.__main__ import main
-from dataset.partitions.statistics import distances, mean_emd, measure
+from dataset.partitions.statistics import MEANING, Dealt, _mixes, distances, mean_emd, measure
 from dataset.store.hdf5 import DataFile
 from tests.dataset.drawn import records, write_parquet
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, split_index, write
@@ -88,13 +91,33 @@ def test_the_command_prints_a_line_for_each_and_writes_json_and_figures(
     content = json.loads((out / "statistics.json").read_text())
     assert [one["name"] for one in content] == ["crossed", "geo-100", "users", "users"]
     assert f"{content[1]['emd']:.3f}" in lines[2]
-    assert len(lines) == 5, "every image has one label"
+    assert lines[5:] == [MEANING], "every image has one label"
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert " ".join(MEANING.split()) in " ".join(capsys.readouterr().out.split())
     assert sorted(file.name for file in out.iterdir()) == [
         "classes.png", "clients.png", "emd.png", "mixes.png", "statistics.json",
     ]  # fmt: skip
     for name in ("classes", "clients", "emd", "mixes"):
         with Image.open(out / f"{name}.png") as image:
             assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 20  # something is drawn
+
+
+@pytest.mark.parametrize(("largest", "unit"), [(30, "images"), (9000, "% of its images")])
+def test_the_picture_of_mixes_has_clients_of_all_sizes_and_names_its_classes(largest: int, unit: str) -> None:
+    """78 clients with as many images as their number, and one with many more, the last."""
+    sizes = np.array([*range(1, 78), largest])
+    owner = np.repeat(np.arange(78), sizes)
+    task: Any = SimpleNamespace(label_names=("a", "b"))
+    mixes = _mixes(owner % 2, owner, sizes, task)
+    assert mixes.shape == (50, 2)
+    assert mixes.sum(1).tolist() == sorted(mixes.sum(1).tolist(), reverse=True)
+    assert {mixes.sum(1)[0], mixes.sum(1)[-1]} == {max(77, largest), 1}
+    dealt = Dealt("train", "p", sizes, np.ones(78, np.int64), np.zeros(78), mixes)
+    figure = figures.mixes([dealt], task.label_names)
+    assert figure.axes[0].get_title() == "p (50 of 78 clients, by size)"
+    assert figure.axes[0].get_ylabel() == unit
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
 def test_images_of_several_labels_are_left_out_aloud(
