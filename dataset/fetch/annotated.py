@@ -42,7 +42,7 @@ class Annotated:
         ways: users by image for each of the layout's ways to deal them, instead of ``owners``.
         ids: maps another id of an image, under which ``users.csv`` may list it, to its id.
         sizes: width and height of an image according to the annotations.
-        repaired: the number of boxes that were cut off or left out.
+        repaired: numbers for the screen, such as that of boxes that were cut off or left out.
         notes: notes for the provenance.
     """
 
