@@ -20,7 +20,7 @@ from dataset.fetch.listed import Archive, image_files
 from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
 from dataset.journal import free
-from dataset.preprocess import Options, checked_places, command_parser, make
+from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
 from dataset.store.images import Transcoding
 
 SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp")
@@ -97,6 +97,7 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
     )
     without_test = "test: the published val is the file's test, for a set whose test has no annotations"
     add("--val_as", choices=("val", "test"), default=spec.val_as, help=without_test)
+    add("--upright", action="store_true", help=f"{UPRIGHT}; for annotations of upright photos")
     bad = "leave out and list images that are missing; these and damaged ones; or none"
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
     arguments = parser.read(argv)
@@ -134,7 +135,6 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         print(f"{count:,} {key.replace('_', ' ')}", file=sys.stderr)
     provenance: dict[str, Any] = {"source": arguments.source, "licence": spec.licence, "users": said}
     provenance |= {**annotated.notes, **annotated.repaired}
-    finish = Finish(others, annotated.sizes)
     options = Options(
         output,
         arguments.storage,
@@ -143,13 +143,11 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         on_bad_image=arguments.on_bad_image,
         vocabulary={COLUMNS[form]: list(annotated.classes)},
         workers=arguments.workers,
-        transcode=Transcoding(),
+        transcode=Transcoding(upright=arguments.upright),
         tool=f"dataset.{spec.name}.download_preprocess",
-        finish=finish,
+        finish=Finish(others, annotated.sizes),
     )
     make(place.source(table, annotated.folders, provenance), options)
-    if finish.warning:
-        print(finish.warning, file=sys.stderr)
 
 
 def _users(arguments: argparse.Namespace, files: Mapping[str, bytes], ways: Sequence[str]) -> Users | None:

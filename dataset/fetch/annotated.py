@@ -165,11 +165,17 @@ class Users:
 
 
 def fitted(
-    corners: Sequence[float], size: tuple[int, int], cut: bool, repaired: Counter[str], where: str
+    corners: Sequence[float],
+    size: tuple[int, int],
+    cut: bool,
+    repaired: Counter[str],
+    where: str,
+    more: str = "",
 ) -> list[float] | None:
     """A box's left, top, right and bottom, within an image of this width and height; None if it is left out.
 
-    A fraction of a pixel beyond the border, which rounding may leave, is always cut off.
+    A fraction of a pixel beyond the border, which rounding may leave, is always cut off; ``more`` is
+    a further remedy for the error.
 
     Raises:
         ValueError: without ``cut``, for a box that is empty or reaches further.
@@ -182,7 +188,7 @@ def fitted(
         box = ", ".join(f"{value:g}" for value in corners)
         raise ValueError(
             f"{where}: its box ({box}) is empty or not within the image of {size[0]} x {size[1]} pixels; "
-            "--bad_boxes cut cuts such boxes off at the border, and leaves out what is empty then"
+            f"--bad_boxes cut cuts such boxes off at the border, and leaves out what is empty then{more}"
         )
     if empty or beyond >= ROUNDING:
         repaired["boxes_left_out" if empty else "boxes_cut_off"] += 1
@@ -232,25 +238,32 @@ def _partition(column: str) -> str:
     return column.replace("_", "-")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Finish:
-    """Adds to an index the partitions by the other columns of users, and counts images of unexpected sizes.
+    """Adds to an index the partitions by the other columns of users.
 
     Attributes:
         columns: the users of images, by the column's name.
         sizes: as in `Annotated`.
-        other_sizes: the images that turned out to have another width and height.
     """
 
     columns: Mapping[str, Mapping[str, str]]
     sizes: Mapping[str, tuple[int, int]]
-    other_sizes: Sequence[str] = ()
 
     def __call__(self, index: DatasetIndex) -> DatasetIndex:
-        """The index with partitions and a count of other sizes; see `dataset.preprocess.Options.finish`."""
-        self.other_sizes = [image for split in index.splits.values() for image in self._of_other_sizes(split)]
-        provenance = {**index.provenance, "images_of_another_size_than_annotated": len(self.other_sizes)}
-        index = replace(index, provenance=provenance) if self.sizes else index
+        """The index with partitions; see `dataset.preprocess.Options.finish`.
+
+        Raises:
+            ValueError: when images have other sizes than their annotations say.
+        """
+        if wrong := [one for split in index.splits.values() for one in self._of_other_sizes(split)]:
+            image, (width, height) = wrong[0]
+            stated = "{} x {}".format(*self.sizes[image])
+            raise ValueError(
+                f"{len(wrong):,} images are not of the size that their annotations have, {image} among them "
+                f"({width} x {height}, not {stated} pixels): give the images that were annotated (see "
+                "--upright for photos that are turned by their EXIF orientation)"
+            )
         if "train" not in index.splits:
             return index
         ids = list(index.splits["train"].image_ids)
@@ -261,17 +274,7 @@ class Finish:
                 partitions[_partition(name)] = deal([column[ids[row]] for row in rows], rows)
         return index.with_partitions(partitions)
 
-    def _of_other_sizes(self, split: SplitIndex) -> list[str]:
+    def _of_other_sizes(self, split: SplitIndex) -> list[tuple[str, tuple[int, int]]]:
         assert split.image_sizes is not None, "masks and boxes have them"
-        found = zip(split.image_ids, split.image_sizes[:, ::-1].tolist())
-        return [image for image, size in found if list(self.sizes.get(image, size)) != size]
-
-    @property
-    def warning(self) -> str:
-        """A line about images of unexpected sizes; empty if there are none."""
-        if not self.other_sizes:
-            return ""
-        return (
-            f"{len(self.other_sizes):,} images, {self.other_sizes[0]} among them, are not of the size that "
-            "their annotations have: are their boxes right?"
-        )
+        found = zip(split.image_ids, map(tuple, split.image_sizes[:, ::-1].tolist()))
+        return [(image, size) for image, size in found if self.sizes.get(image, size) != size]

@@ -1,0 +1,41 @@
+"""What is special about photos and lists of one's own: turned photos, class lists, spellings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataset.store.hdf5 import DataFile
+from tests.dataset.convert.made_sources import convert, write_folder
+
+NUMBERS = range(1, 13)
+DEAL = "--split_by=images --val_share=0 --test_share=0.3"
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw --image_size=own"])
+@pytest.mark.parametrize("upright", [False, True])
+def test_photos_turned_by_exif_are_counted_or_stand_upright(
+    upright: bool, storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, exif = write_folder(tmp_path / "own", NUMBERS), Image.Exif()
+    exif[0x0112] = 6
+    photo = root / "bob" / "cat" / "turned.jpg"
+    Image.fromarray(np.zeros((20, 40, 3), np.uint8)).save(photo, exif=exif)
+    words = f"folder --images {root} {DEAL} --storage={storage}" + (" --upright" if upright else "")
+    convert(words, tmp_path / "f.hdf5")
+    said = capsys.readouterr().err
+    assert ("1 images are turned by their EXIF orientation" in said) == (not upright)
+    assert ("; --upright turns them" in said) == (not upright)
+    assert ("1 JPEG, turned upright" in said) == upright
+    with DataFile(tmp_path / "f.hdf5") as file:
+        ((split, row),) = [
+            (name, list(file.split(name).image_ids).index("bob/cat/turned.jpg"))
+            for name in file.splits
+            if "bob/cat/turned.jpg" in file.split(name).image_ids
+        ]
+        assert file.read_own(split, np.array([row]))[0].shape[:2] == ((40, 20) if upright else (20, 40))
+        if storage == "jpeg" and not upright:
+            assert bytes(file.reader.stored(split, np.array([row]))[0]) == photo.read_bytes()
