@@ -158,7 +158,7 @@ def _said(table: pa.Table, name: str) -> dict[int, str]:
 def _check(source: Source, part: int, key: str, options: Options, journal: Journal) -> Iterator[Block]:
     """The blocks of a part: those that an earlier process checked, then the others."""
     decodes = options.verify == "full" and options.storage == "jpeg"
-    what = f"{_JOURNAL} {key} {decodes} {options.storage} {options.transcode}"
+    what = f"{_JOURNAL} {key} {decodes} {options.storage} {options.transcode} {options.vocabulary}"
     entry = f"checked-{hashlib.sha256(what.encode()).hexdigest()[:32]}"
     start = 0
     while (kept := journal.get(f"{entry}-{start}")) is not None:

@@ -83,6 +83,8 @@ def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
             bar.update(path.stat().st_size)
             size += path.stat().st_size if images is None else rows.num_bytes  # type: ignore[attr-defined]
             parts.append(reading.part())
+    if shapes:
+        scale.check(source)
     side = common_side(shapes) if images is None else None
     return Found(parts, KINDS, names, size, side, empty)
 

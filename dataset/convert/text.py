@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
@@ -32,7 +33,8 @@ def checked_text(value: object, what: str, where: str) -> str:
     """An id or a label as text.
 
     Args:
-        value: the value in the file; a whole number becomes its decimal digits.
+        value: the value in the file; a whole number becomes its decimal digits. Text becomes Unicode's
+            NFC, so that one name is one however it is typed; not an image id, which may be a file's name.
         what: the column, for the error.
         where: file and row, for the error.
 
@@ -54,7 +56,7 @@ def checked_text(value: object, what: str, where: str) -> str:
         raise ValueError(
             f"{where} has the {what} {shown(value)} of {length:,} bytes, more than {MAX_ID_BYTES}"
         )
-    return value
+    return value if what == "image id" else unicodedata.normalize("NFC", value)
 
 
 def split_named(value: object, where: str) -> str:
@@ -113,7 +115,8 @@ class Names:
     """
 
     def __init__(self, given: Sequence[str] | None = None, numbered: bool = False) -> None:
-        self.given, self.numbered = given, numbered
+        self.given = given and [unicodedata.normalize("NFC", name) for name in given]
+        self.numbered = numbered
         self._known = frozenset(given or ())
         self._seen: dict[object, str] = {}
 

@@ -85,6 +85,8 @@ def read(source: Path, given: list[str] | None) -> Found:
                     scale.note(block, where)
                     size += len(block) * shape[0] * shape[1] * 3
         parts.append(_part(path, rows, scale))
+    if shapes:
+        scale.check(source)
     return Found(parts, kinds, names, size, common_side(shapes), empty)
 
 

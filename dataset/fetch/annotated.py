@@ -29,6 +29,10 @@ ROUNDING = 0.01
 """Pixels by which a box may exceed its image, since COCO's coordinates have two decimals."""
 
 
+NO_AUTHOR = "no-author"
+"""The user of images of which nobody is known, in a split with others."""
+
+
 @dataclass(frozen=True)
 class Annotated:
     """The content of the annotations of a folder or of archives.
@@ -82,7 +86,7 @@ class Annotated:
             split = record["partition"]
             user = owners.get(record["image_id"])
             if user is None:
-                user = "no-author" if split in known else f"all-{split}"
+                user = NO_AUTHOR if split in known else f"all-{split}"
             if split != "train" and split in known:
                 user = in_another_split(user, split)
             rows.append({**record, "user_id": user})
@@ -141,11 +145,18 @@ class Users:
         """The users by these images' ids, without other images. The CSV may list images by their other ids.
 
         Raises:
-            ValueError: when it lists none of the images, or gives an image another split.
+            ValueError: when it lists none of the images, gives an image another split, or lists them by ids
+                that are those of other images, too.
         """
         split_of = {record["image_id"]: record["partition"] for record in annotated.records}
         by_id = {image: image for image in self.images if image in split_of}
         by_other = {image: annotated.ids[image] for image in self.images if image in annotated.ids}
+        if len(by_id) == len(by_other) and by_id != by_other:
+            image = min(name for name in by_id if by_other.get(name, name) != name)
+            raise ValueError(
+                f"{self.origin} may list images by their files' names or by the annotations' ids: {image} is "
+                f"the file {image}, or {by_other[image]}; rename the files, or number the images otherwise"
+            )
         to_id = by_id if len(by_id) >= len(by_other) else by_other
         if not to_id:
             image = min(self.images)

@@ -30,7 +30,7 @@ from dataset.fetch.annotated import (
     fitted,
 )
 from dataset.fetch.outlines import CROWD_CLASS, LEAST_NUMBERS, MAX_PIXELS, Outline, checked, mask_png, packed
-from dataset.store.annotations import BACKGROUND, CROWD, VOID
+from dataset.store.annotations import BACKGROUND, CROWD, VOID, is_background
 
 MAX_JSON_BYTES = 1 << 30
 """Largest size of such a file in bytes; COCO's largest has 448 MB."""
@@ -113,7 +113,7 @@ class _Reader:
 
     def read(self, content: Json, origin: str, folder: str, split: str) -> None:
         categories = _categories(_list(content, "categories", origin), origin)
-        if self.form == "mask" and (BACKGROUND in categories.values() or len(categories) >= VOID):
+        if self.form == "mask" and (any(map(is_background, categories.values())) or len(categories) >= VOID):
             raise ValueError(
                 f"{origin}: masks have at most {VOID - 1} categories, none of which is called {BACKGROUND}"
             )

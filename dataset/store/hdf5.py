@@ -68,7 +68,7 @@ import numpy as np
 
 from dataset.arrays import ByteArray, IntArray
 from dataset.files import file_digest
-from dataset.store.annotations import BACKGROUND, LabelMatrix, Masks, present
+from dataset.store.annotations import LabelMatrix, Masks, has_background, present
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_split
@@ -153,7 +153,7 @@ class DataFile:
         Raises:
             ValueError: for an annotation that the file lacks, and a mask that cannot be read.
         """
-        background = self.label_mapping(name).get(BACKGROUND) == 0
+        background = has_background(self.label_mapping(name))
         annotation = self.split(split).annotations[name]
         with self._lock:
             if (split, name) not in self._present:

@@ -34,6 +34,8 @@ MAX_SCANS = 100
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF markers: they hold height and width
 _SCAN = 0xDA
+_SEGMENT = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
+"""The marker of a segment, which has a length, or of the end; not a scan's escapes and restarts."""
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
@@ -83,8 +85,18 @@ def refuse_size(width: int, height: int, data: bytes | memoryview) -> None:
 def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
     """Raise ValueError as `refuse_size` does, and for a JPEG with too many scans."""
     refuse_size(width, height, data)
-    if bytes(data).count(b"\xff\xda") > MAX_SCANS:
+    data = bytes(data)
+    if data.count(b"\xff\xda") > MAX_SCANS and _num_scans(data) > MAX_SCANS:
         raise ValueError(f"it has more than {MAX_SCANS} scans")
+
+
+def _num_scans(data: bytes) -> int:
+    """The scans of a JPEG up to its end marker, behind which there may be a video; at most one too many."""
+    at, count = 2, 0
+    while count <= MAX_SCANS and (found := _SEGMENT.search(data, at)) is not None and found[1] != _END[1:]:
+        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+        count += found[1][0] == _SCAN
+    return count
 
 
 def decode(data: bytes | memoryview, image_size: int | None, out: Pixels | None = None) -> Pixels:
