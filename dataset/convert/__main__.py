@@ -120,7 +120,14 @@ def _folder(arguments: argparse.Namespace) -> Found:
         print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
     if columns.fine:
         names["fine_grained_labels"] = Names()
-    return folder.listed(images, [(table, None)], columns, names)
+    found = folder.listed(images, [(table, None)], columns, names)
+    if not several and (many := [name for name in names["labels"].vocabulary() if SEVERAL in name]):
+        print(
+            f"{len(many):,} names of classes have a semicolon, such as {many[0]!r}: are these several labels "
+            "of an image? Then give --several",
+            file=sys.stderr,
+        )
+    return found
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:

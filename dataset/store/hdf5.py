@@ -123,7 +123,7 @@ class DataFile:
         return self.reader.content_sha256 or file_digest(self.path)
 
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
-        """Class name -> class number of an annotation; alphabetical for a label set."""
+        """Class name -> class number of an annotation, in the order of the numbers."""
         if taxonomy not in self.reader.label_mappings:
             known = ", ".join(self.reader.label_mappings) or "none"
             raise ValueError(f"{taxonomy!r} is not an annotation of {self.path}; there are {known}")

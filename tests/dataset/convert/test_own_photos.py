@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from PIL import Image
 
 from dataset.store.hdf5 import DataFile
-from tests.dataset.convert.made_sources import convert, plain, shown, write_folder, write_image
+from dataset.store.validate import validate
+from tests.dataset.convert.made_sources import convert, plain, shown, write_csv, write_folder, write_image
 
 NUMBERS = range(1, 13)
 DEAL = "--split_by=images --val_share=0 --test_share=0.3"
@@ -24,6 +26,61 @@ def test_one_name_is_one_client_and_one_class_however_it_is_typed(tmp_path: Path
     found = shown(tmp_path / "f.hdf5")
     assert {plain(found[n][1]) for n in (20, 21)} == {"Zo\u00eb"}
     assert {found[n][2] for n in (20, 21)} == {"caf\u00e9"}
+
+
+def test_labels_with_semicolons_are_pointed_to_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tags = ["top", "kids;top", "hat", "top;hat"] * 2
+    table = listed(tmp_path, "tags", tags)
+    words = f"folder --images {tmp_path / 'images'} --labels {table} --label_column tags"
+    convert(words, tmp_path / "f.hdf5")
+    assert (
+        "2 names of classes have a semicolon, such as 'kids;top': are these several"
+        in capsys.readouterr().err
+    )
+    convert(f"{words} --several", tmp_path / "g.hdf5")
+    assert "have a semicolon" not in capsys.readouterr().err
+
+
+def listed(folder: Path, column: str, labels: Sequence[object]) -> Path:
+    """Images, each of its own client, and the CSV with their labels."""
+    for number in range(len(labels)):
+        write_image(folder / "images" / f"{number}.jpg", number)
+    rows = [{"path": f"{n}.jpg", "client": f"u{n}", column: label} for n, label in enumerate(labels)]
+    return write_csv(folder / "labels.csv", rows)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_label_sets_keep_the_order_of_their_classes(given: bool, tmp_path: Path) -> None:
+    names = ["dog", "cat", "ape"] if given else [str(number) for number in range(12)]
+    labels = [";".join([names[n % len(names)], names[(n + 1) % len(names)]]) for n in range(12)]
+    words = f"folder --images {tmp_path / 'images'} --labels {listed(tmp_path, 'labels', labels)}"
+    if given:
+        (tmp_path / "names.txt").write_text("dog\ncat\nape\n")
+        words += f" --classes {tmp_path / 'names.txt'}"
+    convert(words, tmp_path / "f.hdf5")
+    validate(tmp_path / "f.hdf5")
+    with DataFile(tmp_path / "f.hdf5") as file:
+        assert file.label_mapping("labels") == {name: number for number, name in enumerate(names)}
+    for number, (_, _, label) in shown(tmp_path / "f.hdf5").items():
+        assert sorted(label.split("+")) == sorted(labels[number].split(";"))
+
+
+def test_two_label_sets_keep_it_too(tmp_path: Path) -> None:
+    """Which the oldest version of the file cannot."""
+    table = listed(tmp_path, "labels", ["b;a"] * 6)
+    lines = [
+        f"{line},{'fine_labels' if line.startswith('path') else 'x'}" for line in table.read_text().split()
+    ]
+    table.write_text("\n".join(lines))
+    (tmp_path / "names.txt").write_text("b\na\n")
+    words = f"folder --images {tmp_path / 'images'} --labels {table} --classes {tmp_path / 'names.txt'}"
+    convert(words, tmp_path / "f.hdf5")
+    validate(tmp_path / "f.hdf5")
+    with DataFile(tmp_path / "f.hdf5") as file:
+        assert file.label_mapping("labels") == {"b": 0, "a": 1}
+        assert file.annotation_names == ("labels", "fine_grained_labels")
 
 
 @pytest.mark.parametrize("storage", ["jpeg", "raw --image_size=own"])
