@@ -33,7 +33,7 @@ from dataset.files import prefetched
 from dataset.journal import Journal, free
 from dataset.scan import Options, Scan, progress, refuse, scan
 from dataset.store.columns import Placement, build_index, kinds
-from dataset.store.images import Pixels, Transcoding, decode, other_format, resized, to_jpeg, to_pixels
+from dataset.store.images import Pixels, Transcoding, decode, resized, to_jpeg, to_pixels
 from dataset.store.index import DatasetIndex
 from dataset.store.writer import DataWriter
 
@@ -42,6 +42,8 @@ __all__ = ["Options", "checked_places", "command_parser", "make", "preprocess"]
 TOOL_VERSION = "1.0"
 SIDE = 256
 """Pixels, of images that are stored as pixels."""
+UPRIGHT = "turn photos as their EXIF orientation says, which makes them new JPEGs"
+"""The help of an option."""
 
 
 def preprocess(source: Source, options: Options) -> None:
@@ -59,6 +61,7 @@ def preprocess(source: Source, options: Options) -> None:
         while undecodable is None or undecodable:  # a second time without the images that have no pixels
             found.faults |= undecodable or {}
             undecodable = _write(source, found, options, journal)
+    _say_turned(found, options)
     source.discard()
 
 
@@ -193,8 +196,8 @@ class _SecondPass:
         try:
             if isinstance(image, np.ndarray):
                 pixels = image
-            elif self.options.transcode is not None and other_format(image):
-                pixels = to_pixels(image, self.options.transcode.background)[0]
+            elif (how := self.options.transcode) is not None and how.changes(image):
+                pixels = to_pixels(image, how.background, how.upright)[0]
             else:
                 return decode(image, side)
             return pixels if side is None else resized(pixels, side)
@@ -217,7 +220,7 @@ def _length(image: bytes | memoryview | Pixels) -> int:
 
 def _kept(image: Image, transcoding: Transcoding) -> Image:
     """The bytes in jpeg storage. Those of a bad image do not matter, since it has no place."""
-    if image is None or isinstance(image, np.ndarray) or other_format(image) is None:
+    if image is None or isinstance(image, np.ndarray) or not transcoding.changes(image):
         return image
     with contextlib.suppress(ValueError):
         return to_jpeg(image, transcoding)[0]
@@ -225,14 +228,24 @@ def _kept(image: Image, transcoding: Transcoding) -> Image:
 
 
 def _say_transcoded(scan: Scan, options: Options) -> None:
-    """One line on the screen, if there are images that are no JPEGs."""
+    """One line on the screen, if there are images that are not kept as they are."""
     done = scan.transcoded()
     if not done:
         return
     assert options.transcode is not None
     into = f"JPEGs of quality {options.transcode.quality}" if options.storage == "jpeg" else "pixels"
     parts = "; ".join(f"{count:,} {note}" for note, count in sorted(done.items()))
-    print(f"{sum(done.values()):,} images are no JPEGs and become {into}: {parts}", file=sys.stderr)
+    print(f"{sum(done.values()):,} images become {into}: {parts}", file=sys.stderr)
+
+
+def _say_turned(scan: Scan, options: Options) -> None:
+    """One line on the screen, if there are images that do not stand upright in the file."""
+    if scan.turned and options.transcode is not None and not options.transcode.upright:
+        print(
+            f"{scan.turned:,} images are turned by their EXIF orientation, as a phone's photos are: they lie "
+            "in the file as they are stored, and so must their boxes and masks; --upright turns them",
+            file=sys.stderr,
+        )
 
 
 class _UndecodableError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,14 +14,24 @@ from typing import Any
 import pyarrow as pa
 
 from dataset.cli import input_file, is_address
-from dataset.fetch.annotated import COLUMNS, USERS_CSV, Annotated, Finish, Layout, Reading, Users, read_users
+from dataset.fetch.annotated import (
+    COLUMNS,
+    NO_AUTHOR,
+    USERS_CSV,
+    Annotated,
+    Finish,
+    Layout,
+    Reading,
+    Users,
+    read_users,
+)
 from dataset.fetch.archives import JPEG_SUFFIXES, ArchiveSource
 from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
 from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
 from dataset.journal import free
-from dataset.preprocess import Options, checked_places, command_parser, make
+from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
 from dataset.store.images import Transcoding
 
 SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp")
@@ -97,6 +108,7 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
     )
     without_test = "test: the published val is the file's test, for a set whose test has no annotations"
     add("--val_as", choices=("val", "test"), default=spec.val_as, help=without_test)
+    add("--upright", action="store_true", help=f"{UPRIGHT}; for annotations of upright photos")
     bad = "leave out and list images that are missing; these and damaged ones; or none"
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
     arguments = parser.read(argv)
@@ -129,12 +141,12 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     if arguments.val_as == "test":
         annotated = annotated.with_val_as_test()
     table = annotated.table(owners)
+    said = _counted(table, owners, said)
     print(f"{len(table):,} images; {said}", file=sys.stderr)
     for key, count in annotated.repaired.items():
         print(f"{count:,} {key.replace('_', ' ')}", file=sys.stderr)
     provenance: dict[str, Any] = {"source": arguments.source, "licence": spec.licence, "users": said}
     provenance |= {**annotated.notes, **annotated.repaired}
-    finish = Finish(others, annotated.sizes)
     options = Options(
         output,
         arguments.storage,
@@ -143,13 +155,11 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         on_bad_image=arguments.on_bad_image,
         vocabulary={COLUMNS[form]: list(annotated.classes)},
         workers=arguments.workers,
-        transcode=Transcoding(),
+        transcode=Transcoding(upright=arguments.upright),
         tool=f"dataset.{spec.name}.download_preprocess",
-        finish=finish,
+        finish=Finish(others, annotated.sizes),
     )
     make(place.source(table, annotated.folders, provenance), options)
-    if finish.warning:
-        print(finish.warning, file=sys.stderr)
 
 
 def _users(arguments: argparse.Namespace, files: Mapping[str, bytes], ways: Sequence[str]) -> Users | None:
@@ -176,19 +186,28 @@ def _owners(
         ways = dict(annotated.ways)
         name = chosen or next(iter(ways))
         owners = ways.pop(name)
-        return owners, ways, f"{len(set(owners.values())):,} users by {name}"
+        return owners, ways, f"users by {name}"
     if users is None:
-        count = len(set(annotated.owners.values()))
-        said = f"{count:,} photographers by the annotations" if count else NOBODY_KNOWN
-        return annotated.owners, {}, said
+        return annotated.owners, {}, "photographers by the annotations" if annotated.owners else NOBODY_KNOWN
     known = users.named(annotated)
     columns, others = dict(known.columns), len(users.images) - len(known.images)
     name = chosen or next(iter(columns))
     if name not in columns:
         raise ValueError(f"--users is {name!r}; the columns of users are {', '.join(columns)}")
     owners = columns.pop(name)
-    said = f"{len(set(owners.values())):,} users by the column {name} of {users.origin}"
+    said = f"users by the column {name} of {users.origin}"
     return owners, columns, said + (f", which lists {others:,} other images, too" if others else "")
+
+
+def _counted(table: pa.Table, owners: Mapping[str, str], said: str) -> str:
+    """What is said of the users, with their number, and that of the images of nobody beside them."""
+    if not owners:
+        return said
+    rows = zip(table["image_id"].to_pylist(), table["user_id"].to_pylist())
+    counts = Counter(user if image in owners else None for image, user in rows)
+    nobody = counts.pop(None, 0)
+    more = f"; {nobody:,} images of nobody belong to the user {NO_AUTHOR} or all-SPLIT" if nobody else ""
+    return f"{len(counts):,} {said}{more}"
 
 
 @dataclass(frozen=True)

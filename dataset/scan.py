@@ -23,13 +23,20 @@ from dataset.files import prefetched
 from dataset.journal import Journal
 from dataset.store.annotations import fault_of_boxes, fault_of_mask
 from dataset.store.columns import kinds
-from dataset.store.images import Transcoding, decode, jpeg_size, other_format, to_jpeg, to_pixels
+from dataset.store.images import Transcoding, decode, jpeg_size, orientation, to_jpeg, to_pixels
 from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
 
 MISSING = "it is listed, but its file is missing"
-_JOURNAL = "blocks of version 2"
-_TYPES = {"num_bytes": "int64", "height": "int32", "width": "int32", "fault": "string", "note": "string"}
+_JOURNAL = "blocks of version 3"
+_TYPES = {
+    "num_bytes": "int64",
+    "height": "int32",
+    "width": "int32",
+    "fault": "string",
+    "note": "string",
+    "turned": "bool",
+}
 _FOUND = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in _TYPES.items()])
 """The columns of `Checked`, which are added to those of a source's records."""
 
@@ -66,6 +73,7 @@ class Checked:
     width: int = 0
     fault: str | None = None  # what is wrong with it
     note: str | None = None  # what was done to it, if it is no JPEG
+    turned: bool = False  # by its EXIF orientation
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ class Scan:
     sizes: npt.NDArray[np.int32]  # [R, 2]: height and width; 0 where there are none
     faults: dict[int, str]  # by record
     notes: dict[int, str]  # by record
+    turned: int = 0  # the number of images that an EXIF orientation turns
 
     def transcoded(self) -> dict[str, int]:
         """How many of the images that are kept are no JPEGs, by what was done to them."""
@@ -130,7 +139,15 @@ def scan(source: Source, options: Options, journal: Journal) -> Scan:
         raise ValueError(f"{source.provenance['source']} holds no usable image")
     sizes = np.stack([table["height"].to_numpy(), table["width"].to_numpy()], axis=1)
     num_bytes = table["num_bytes"].to_numpy().clip(0)
-    return Scan(blocks, table.select(source.schema.names), num_bytes, sizes, faults, notes)
+    return Scan(
+        blocks,
+        table.select(source.schema.names),
+        num_bytes,
+        sizes,
+        faults,
+        notes,
+        pc.sum(table["turned"]).as_py(),
+    )
 
 
 def _said(table: pa.Table, name: str) -> dict[int, str]:
@@ -141,7 +158,7 @@ def _said(table: pa.Table, name: str) -> dict[int, str]:
 def _check(source: Source, part: int, key: str, options: Options, journal: Journal) -> Iterator[Block]:
     """The blocks of a part: those that an earlier process checked, then the others."""
     decodes = options.verify == "full" and options.storage == "jpeg"
-    what = f"{_JOURNAL} {key} {decodes} {options.storage} {options.transcode}"
+    what = f"{_JOURNAL} {key} {decodes} {options.storage} {options.transcode} {options.vocabulary}"
     entry = f"checked-{hashlib.sha256(what.encode()).hexdigest()[:32]}"
     start = 0
     while (kept := journal.get(f"{entry}-{start}")) is not None:
@@ -187,18 +204,19 @@ def _checked(image: Image, options: Options, decodes: bool) -> Checked:
     if isinstance(image, np.ndarray):
         return Checked(image.nbytes, *image.shape[:2])
     note, jpeg = None, image
+    turned = options.transcode is not None and orientation(image) != 1
     try:
-        if options.transcode is not None and other_format(image) is not None:
+        if options.transcode is not None and options.transcode.changes(image):
             if options.storage == "raw":
-                pixels, note = to_pixels(image, options.transcode.background)
-                return Checked(len(image), pixels.shape[0], pixels.shape[1], note=note)
+                pixels, note = to_pixels(image, options.transcode.background, options.transcode.upright)
+                return Checked(len(image), pixels.shape[0], pixels.shape[1], None, note, turned)
             jpeg, note = to_jpeg(image, options.transcode)
         width, height = jpeg_size(jpeg)
         if decodes:
             decode(jpeg, None)
     except ValueError as error:
         return Checked(len(jpeg), fault=str(error), note=note)
-    return Checked(len(jpeg), height, width, note=note)
+    return Checked(len(jpeg), height, width, None, note, turned)
 
 
 def _with_annotations(table: pa.Table, found: list[Checked], options: Options) -> list[Checked]:

@@ -35,6 +35,7 @@ from dataset.store.views import PARTITIONED
 
 MOST_CLASSES = 20
 LIMITS = {"users": (1, 200), "images": (1, 100), "side": (32, 512), "max_mb": (1, 64)}
+PAGES = (".html", ".htm")
 KINDS = {"label set": "labels", "class": "one class an image", "mask": "masks", "boxes": "boxes"}
 FACTS = ("source", "description", "title", "licence", "tool")
 STYLE = """
@@ -76,6 +77,11 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--seed is {options.seed}: give a whole number from 0 on")
     if options.output is None:
         options.output = Path(options.file.with_suffix(".html").name)
+    output, file = options.output, options.file
+    if output.is_file() and (output.suffix.lower() not in PAGES or (file.exists() and output.samefile(file))):
+        raise ValueError(
+            f"--output {output} exists and is no page: give a new name, or one of a page (.html)"
+        )
     return options
 
 

@@ -16,7 +16,7 @@ from dataset.arrays import IntArray
 from dataset.partitions.drawn import read_name
 from dataset.partitions.of_file import default_taxonomy, drawn_of
 from dataset.partitions.statistics import distances, mean_emd
-from dataset.store.annotations import LabelMatrix, Masks, offsets_of, present
+from dataset.store.annotations import LabelMatrix, Masks, has_background, offsets_of, present
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import SplitIndex
 from dataset.store.views import PARTITIONED
@@ -126,7 +126,7 @@ def label_counts(file: DataFile, split: str, name: str, rows: IntArray) -> Label
     annotation = file.split(split).annotations[name]
     if isinstance(annotation, Masks):
         mapping = file.label_mapping(name)
-        return present(annotation.take(rows), int(mapping.get("background") == 0))
+        return present(annotation.take(rows), int(has_background(mapping)))
     return present(annotation).take(rows)
 
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from dataset.arrays import ByteArray
 from dataset.pages import Html, join, picture, tag
-from dataset.store.annotations import Boxes, LabelMatrix, Masks
+from dataset.store.annotations import Boxes, LabelMatrix, Masks, has_background
 from dataset.store.hdf5 import DataFile
 
 QUALITY = 82
@@ -118,7 +118,7 @@ def _masked(
         colour(number, annotation.num_labels) for number in range(annotation.num_labels)
     ]
     pixels = np.asarray(image, np.float64)
-    background = file.label_mapping(name).get("background") == 0
+    background = has_background(file.label_mapping(name))
     clear = (numbers >= annotation.num_labels) | ((numbers == 0) & background)
     share = np.where(clear, 0.0, OPAQUE)[..., None]
     blended = (1 - share) * pixels + share * palette[numbers]

@@ -25,7 +25,7 @@ from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
 from dataset.convert.splits import OTHERS, Dealing
 from dataset.convert.text import Names, header_of, read_classes
-from dataset.preprocess import SIDE, Options, make, side_or_own
+from dataset.preprocess import SIDE, UPRIGHT, Options, make, side_or_own
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import BACKGROUNDS, Transcoding
 
@@ -76,6 +76,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded (full)")
     add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs (95)")
     add("--background", choices=BACKGROUNDS, default="white", help="below transparent images (white)")
+    add("--upright", action="store_true", help=UPRIGHT)
     bad = "leave out, and list in the file, images that are missing; these and damaged ones; or none (fail)"
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
     nobody = "skip: users whom the source lists without an image are left out and counted (fail)"
@@ -119,7 +120,14 @@ def _folder(arguments: argparse.Namespace) -> Found:
         print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
     if columns.fine:
         names["fine_grained_labels"] = Names()
-    return folder.listed(images, [(table, None)], columns, names)
+    found = folder.listed(images, [(table, None)], columns, names)
+    if not several and (many := [name for name in names["labels"].vocabulary() if SEVERAL in name]):
+        print(
+            f"{len(many):,} names of classes have a semicolon, such as {many[0]!r}: are these several labels "
+            "of an image? Then give --several",
+            file=sys.stderr,
+        )
+    return found
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -278,7 +286,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ("image_size", "workers"):
         if isinstance(value := getattr(arguments, name, None), int) and value < 1:
             raise ValueError(f"--{name} must be at least 1")
-    transcoding = Transcoding(arguments.jpeg_quality, arguments.background)
+    transcoding = Transcoding(arguments.jpeg_quality, arguments.background, arguments.upright)
     if arguments.classes is not None:
         input_file("--classes", arguments.classes)
     found = FORMATS[arguments.format][0](arguments)

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names, checked_text, shown, split_named
+from dataset.convert.text import Names, checked_text, shown, split_by_names, split_named
 from dataset.fetch import parquet, source
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
@@ -78,11 +78,15 @@ def _arrow_batches(path: Path, columns: list[str], start: int) -> Iterator[Any]:
                 start = max(0, start - len(batch))
 
 
-def files_of(place: Path) -> list[_File]:
+def files_of(place: Path, by_name: bool = True) -> list[_File]:
     """The files of a data set, with the splits from their names or folders.
 
+    Args:
+        place: a folder, or a file.
+        by_name: whether the names of parquet files hold their splits.
+
     Raises:
-        ValueError: when there are no files, or only some of them have a split.
+        ValueError: when there are no files, or names leave a split open.
     """
     if place.is_file():
         return [_File(place, place.stem, None)]
@@ -105,22 +109,9 @@ def files_of(place: Path) -> list[_File]:
     ]
     if not found:
         raise ValueError(f"--source {place} holds neither *.parquet nor what save_to_disk writes")
-    files = [
-        _File(path, path.relative_to(place).with_suffix("").as_posix(), _split_of(path.relative_to(place)))
-        for path in found
-    ]
-    without = [file for file in files if file.split is None]
-    if 0 < len(without) < len(files):
-        raise ValueError(
-            f"{without[0].path} has no split ({', '.join(SPLIT_NAMES)}) in its name, others have one"
-        )
-    return files
-
-
-def _split_of(path: Path) -> str | None:
-    """``data/train-00000-of-00004.parquet``, ``train.parquet`` and ``train/0000.parquet`` are of train."""
-    words = [path.stem.partition("-")[0], *reversed(path.parts[:-1])]
-    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
+    splits = split_by_names(place, found) if by_name else [None] * len(found)
+    names = [path.relative_to(place).with_suffix("").as_posix() for path in found]
+    return [_File(*file) for file in zip(found, names, splits)]
 
 
 def _json(path: Path) -> Mapping[str, Any]:
@@ -181,25 +172,65 @@ def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
     Raises:
         ValueError: one line that names file and row.
     """
-    files = files_of(place)
-    schema = files[0].schema()
+    files = files_of(place, by_name=not columns.split)
     kinds: dict[str, Kind] = {}
     names: dict[str, Names] = {}
+    owns: list[list[Names | None]] = [[] for _ in files]
     for annotation, column in zip(TAXONOMIES, columns.labels):
-        if column not in schema.names:
-            has = ", ".join(map(shown, schema.names))[:200]
-            raise ValueError(f"{files[0].path} has no column {column!r}; it has {has}")
-        kind = schema.field(column).type
-        several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        kinds[annotation] = "label set" if several else "class"
-        known = given if given is not None and column == columns.label else _class_names(schema, column)
-        names[annotation] = Names(known, numbered=pa.types.is_integer(kind.value_type if several else kind))
-    parts = [_part(file, columns, kinds, names) for file in files]
+        forms = [_form_of(file, column, given if column == columns.label else None) for file in files]
+        for file, form in zip(files, forms):
+            if (form.several, form.numbers) != (forms[0].several, forms[0].numbers):
+                raise ValueError(
+                    f"{file.path} has {form} in the column {column!r}, {files[0].path} {forms[0]}: give all "
+                    "files one form"
+                )
+        kinds[annotation] = "label set" if forms[0].several else "class"
+        known = [*dict.fromkeys(name for form in forms for name in form.names)]
+        whole = given if given is not None and column == columns.label else known or None
+        names[annotation] = Names(whole, numbered=forms[0].numbers)
+        for own, form in zip(owns, forms):
+            own.append(Names(form.names, numbered=True) if form.names else None)
+    parts = [_part(file, columns, kinds, names, own) for file, own in zip(files, owns)]
     return Found(parts, kinds, names, sum(file.path.stat().st_size for file in files))
 
 
-def _part(file: _File, columns: Columns, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -> Part:
-    """The records of one file."""
+@dataclass(frozen=True)
+class _Form:
+    """How a file has its labels: whether several, as numbers without names, and the names of its numbers."""
+
+    several: bool
+    numbers: bool
+    names: Sequence[str]
+
+    def __str__(self) -> str:
+        what = "class numbers without names" if self.numbers else "class names"
+        return f"lists of {what}" if self.several else what
+
+
+def _form_of(file: _File, column: str, given: Sequence[str] | None) -> _Form:
+    """The form of a column. Numbers are those of the given names unless these hold all of the file's own."""
+    schema = file.schema()
+    if column not in schema.names:
+        has = ", ".join(map(shown, schema.names))[:200]
+        raise ValueError(f"{file.path} has no column {column!r}; it has {has}")
+    kind = schema.field(column).type
+    several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not pa.types.is_integer(kind.value_type if several else kind):
+        return _Form(several, False, ())
+    own = _class_names(schema, column) or ()
+    if given is not None and not set(own) <= set(given):
+        own = ()
+    return _Form(several, not own, own)
+
+
+def _part(
+    file: _File,
+    columns: Columns,
+    kinds: Mapping[str, Kind],
+    names: Mapping[str, Names],
+    own: Sequence[Names | None],
+) -> Part:
+    """The records of one file, whose class numbers have names of its own, or those of all files."""
     rows = Rows(kinds, names)
     others = [name for name in (columns.split, columns.image_id) if name]
     asked = list(dict.fromkeys([columns.client, *columns.labels, *others]))
@@ -213,7 +244,7 @@ def _part(file: _File, columns: Columns, kinds: Mapping[str, Kind], names: Mappi
             image = f"{file.name}/{number}"
             if columns.image_id:
                 image = _id(lists[columns.image_id][row], "image id", where)
-            labels = [_labels(lists[name][row], name, where) for name in columns.labels]
+            labels = [_labels(lists[name][row], name, where, by) for name, by in zip(columns.labels, own)]
             rows.add(where, client, image, split, labels)
             number += 1
     stat, name = file.path.stat(), str(file.path)
@@ -237,8 +268,15 @@ def _id(value: object, what: str, where: str) -> str:
     return checked_text(value, what, where)
 
 
-def _labels(value: Any, column: str, where: str) -> Any:
-    """A label, or a list of labels."""
+def _labels(value: Any, column: str, where: str, own: Names | None) -> Any:
+    """A label, or a list of labels; by its name, where the file names its numbers."""
     if value is None or (isinstance(value, list) and None in value):
         raise ValueError(f"{where} has no value in the column {column!r}")
-    return value
+    if not isinstance(value, list):
+        return own.name(value, where) if own else value
+    if len(set(map(str, value))) < len(value) and not isinstance(value[0], str):
+        raise ValueError(
+            f"{where} has a number twice in the column {column!r}, {shown(value)}: list each class of an "
+            "image once (of a vector of 0 and 1 the places of its ones)"
+        )
+    return [own.name(one, where) for one in value] if own else value

@@ -19,7 +19,7 @@ from dataset.convert.files import FileRows, Folder
 from dataset.convert.json_stream import members
 from dataset.convert.pixels import Scale, array_of, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names, shown
+from dataset.convert.text import SPLIT_NAMES, Names, shown, split_by_names
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
 
@@ -28,10 +28,10 @@ DATA = "user_data"
 
 
 def json_files(source: Path) -> list[tuple[Path, str | None]]:
-    """LEAF's files with their splits.
+    """LEAF's files with their splits, by their folders or else by their names.
 
     Raises:
-        ValueError: where there are none.
+        ValueError: where there are none, and where names leave a split open.
     """
     if source.is_file():
         return [(source, None)]
@@ -42,12 +42,12 @@ def json_files(source: Path) -> list[tuple[Path, str | None]]:
         for folder in SPLIT_NAMES
         for path in sorted((source / folder).glob("*.json"))
     ]
-    files: list[tuple[Path, str | None]] = [*split] or [
-        (path, None) for path in sorted(source.glob("*.json"))
-    ]
-    if not files:
+    if split:
+        return [*split]
+    paths = sorted(source.glob("*.json"))
+    if not paths:
         raise ValueError(f"--source {source} holds no *.json, nor do train/ and test/ in it")
-    return files
+    return [*zip(paths, split_by_names(source, paths))]
 
 
 def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
@@ -83,6 +83,8 @@ def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
             bar.update(path.stat().st_size)
             size += path.stat().st_size if images is None else rows.num_bytes  # type: ignore[attr-defined]
             parts.append(reading.part())
+    if shapes:
+        scale.check(source)
     side = common_side(shapes) if images is None else None
     return Found(parts, KINDS, names, size, side, empty)
 

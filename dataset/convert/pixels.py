@@ -7,6 +7,7 @@ becomes k exactly. Grey images get three equal channels.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,14 @@ class Scale:
             raise ValueError(
                 f"{self._above_one} has whole numbers above 1, and {where} or an image before it shares "
                 "from 0 to 1: give all images in one form"
+            )
+
+    def check(self, source: Path) -> None:
+        """Raise ValueError where all images were black as levels: whole numbers, none of them above 1."""
+        if not self.unit and not self._above_one:
+            raise ValueError(
+                f"{source} has no number but 0 and 1, as whole numbers, which are levels of 255: write "
+                "shares as 0.0 and 1.0, or levels as 0 and 255"
             )
 
     def pixels(self, array: npt.NDArray[Any], shape: tuple[int, int, int]) -> Pixels:

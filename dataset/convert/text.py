@@ -6,14 +6,19 @@ Ids are always text: client 007 is not client 7.
 from __future__ import annotations
 
 import csv
+import re
+import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from dataset.store.columns import MAX_ID_BYTES
 
 SPLIT_NAMES = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 """The names that sources have for splits (such as Hugging Face's validation), and those of the file."""
+_SPLIT_WORDS = {**SPLIT_NAMES, "valid": "val", "dev": "val"}
+_WORD = re.compile(r"[a-z]+")
 MAX_CLASSES = 1 << 16
 _SHOWN = 80
 
@@ -28,7 +33,8 @@ def checked_text(value: object, what: str, where: str) -> str:
     """An id or a label as text.
 
     Args:
-        value: the value in the file; a whole number becomes its decimal digits.
+        value: the value in the file; a whole number becomes its decimal digits. Text becomes Unicode's
+            NFC, so that one name is one however it is typed; not an image id, which may be a file's name.
         what: the column, for the error.
         where: file and row, for the error.
 
@@ -50,7 +56,7 @@ def checked_text(value: object, what: str, where: str) -> str:
         raise ValueError(
             f"{where} has the {what} {shown(value)} of {length:,} bytes, more than {MAX_ID_BYTES}"
         )
-    return value
+    return value if what == "image id" else unicodedata.normalize("NFC", value)
 
 
 def split_named(value: object, where: str) -> str:
@@ -64,6 +70,41 @@ def split_named(value: object, where: str) -> str:
     return SPLIT_NAMES[value]
 
 
+def split_in_name(path: PurePath) -> str | None:
+    """The split that a file's path below its source names by a word: ``data/train-00000-of-00004.parquet``,
+    ``mnist_train.parquet``, ``Train/0000.parquet``; None where no word is one of a split.
+
+    Raises:
+        ValueError: for a path that names two.
+    """
+    words = _WORD.findall(path.with_suffix("").as_posix().lower())
+    found = sorted({_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS})
+    if len(found) > 1:
+        raise ValueError(f"{path} has two splits in its name, {' and '.join(found)}: rename or move it")
+    return found[0] if found else None
+
+
+def split_by_names(root: Path, paths: Sequence[Path]) -> list[str | None]:
+    """The split that each file's path below ``root`` names; a line on the screen says which is which.
+
+    Raises:
+        ValueError: for a path that names two splits, or none where others name one.
+    """
+    inside = [path.relative_to(root) for path in paths]
+    splits = [split_in_name(path) for path in inside]
+    of = {split: [path for path, own in zip(inside, splits) if own == split] for split in splits}
+    if None in of and len(of) > 1:
+        raise ValueError(
+            f"{root / of[None][0]} has no split ({', '.join(_SPLIT_WORDS)}) in its name, others have one: "
+            "rename or move it"
+        )
+    more = {split: f" and {len(own) - 1:,} more" if len(own) > 1 else "" for split, own in of.items()}
+    parts = "; ".join(f"{split} is {own[0]}{more[split]}" for split, own in of.items())
+    said = "no name has one, so that images are dealt" if None in of else parts
+    print(f"splits by the names of files: {said}", file=sys.stderr)
+    return splits
+
+
 class Names:
     """The class names of one annotation.
 
@@ -74,7 +115,8 @@ class Names:
     """
 
     def __init__(self, given: Sequence[str] | None = None, numbered: bool = False) -> None:
-        self.given, self.numbered = given, numbered
+        self.given = given and [unicodedata.normalize("NFC", name) for name in given]
+        self.numbered = numbered
         self._known = frozenset(given or ())
         self._seen: dict[object, str] = {}
 

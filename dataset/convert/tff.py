@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names, shown
+from dataset.convert.text import SPLIT_NAMES, Names, shown, split_by_names
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
@@ -36,16 +36,13 @@ def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
     """
     if source.is_file():
         return [(source, None)]
-    found: list[tuple[Path, str | None]] = []
-    for path in sorted([*source.glob("*.h5"), *source.glob("*.hdf5")]):
-        words = path.stem.lower().replace("-", "_").split("_")
-        splits = [SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES]
-        if len(splits) != 1:
-            raise ValueError(f"{path} has no split ({', '.join(SPLIT_NAMES)}) in its name: rename or move it")
-        found.append((path, splits[0]))
-    if not found:
+    paths = sorted([*source.glob("*.h5"), *source.glob("*.hdf5")])
+    if not paths:
         raise ValueError(f"--source {source} is neither an HDF5 file nor a folder with *.h5")
-    return found
+    splits = split_by_names(source, paths)
+    if None in splits:
+        raise ValueError(f"{paths[0]} has no split ({', '.join(SPLIT_NAMES)}) in its name: rename or move it")
+    return [*zip(paths, splits)]
 
 
 def read(source: Path, given: list[str] | None) -> Found:
@@ -88,6 +85,8 @@ def read(source: Path, given: list[str] | None) -> Found:
                     scale.note(block, where)
                     size += len(block) * shape[0] * shape[1] * 3
         parts.append(_part(path, rows, scale))
+    if shapes:
+        scale.check(source)
     return Found(parts, kinds, names, size, common_side(shapes), empty)
 
 

@@ -29,6 +29,10 @@ ROUNDING = 0.01
 """Pixels by which a box may exceed its image, since COCO's coordinates have two decimals."""
 
 
+NO_AUTHOR = "no-author"
+"""The user of images of which nobody is known, in a split with others."""
+
+
 @dataclass(frozen=True)
 class Annotated:
     """The content of the annotations of a folder or of archives.
@@ -42,7 +46,7 @@ class Annotated:
         ways: users by image for each of the layout's ways to deal them, instead of ``owners``.
         ids: maps another id of an image, under which ``users.csv`` may list it, to its id.
         sizes: width and height of an image according to the annotations.
-        repaired: the number of boxes that were cut off or left out.
+        repaired: numbers for the screen, such as that of boxes that were cut off or left out.
         notes: notes for the provenance.
     """
 
@@ -82,7 +86,7 @@ class Annotated:
             split = record["partition"]
             user = owners.get(record["image_id"])
             if user is None:
-                user = "no-author" if split in known else f"all-{split}"
+                user = NO_AUTHOR if split in known else f"all-{split}"
             if split != "train" and split in known:
                 user = in_another_split(user, split)
             rows.append({**record, "user_id": user})
@@ -141,11 +145,18 @@ class Users:
         """The users by these images' ids, without other images. The CSV may list images by their other ids.
 
         Raises:
-            ValueError: when it lists none of the images, or gives an image another split.
+            ValueError: when it lists none of the images, gives an image another split, or lists them by ids
+                that are those of other images, too.
         """
         split_of = {record["image_id"]: record["partition"] for record in annotated.records}
         by_id = {image: image for image in self.images if image in split_of}
         by_other = {image: annotated.ids[image] for image in self.images if image in annotated.ids}
+        if len(by_id) == len(by_other) and by_id != by_other:
+            image = min(name for name in by_id if by_other.get(name, name) != name)
+            raise ValueError(
+                f"{self.origin} may list images by their files' names or by the annotations' ids: {image} is "
+                f"the file {image}, or {by_other[image]}; rename the files, or number the images otherwise"
+            )
         to_id = by_id if len(by_id) >= len(by_other) else by_other
         if not to_id:
             image = min(self.images)
@@ -165,11 +176,17 @@ class Users:
 
 
 def fitted(
-    corners: Sequence[float], size: tuple[int, int], cut: bool, repaired: Counter[str], where: str
+    corners: Sequence[float],
+    size: tuple[int, int],
+    cut: bool,
+    repaired: Counter[str],
+    where: str,
+    more: str = "",
 ) -> list[float] | None:
     """A box's left, top, right and bottom, within an image of this width and height; None if it is left out.
 
-    A fraction of a pixel beyond the border, which rounding may leave, is always cut off.
+    A fraction of a pixel beyond the border, which rounding may leave, is always cut off; ``more`` is
+    a further remedy for the error.
 
     Raises:
         ValueError: without ``cut``, for a box that is empty or reaches further.
@@ -182,7 +199,7 @@ def fitted(
         box = ", ".join(f"{value:g}" for value in corners)
         raise ValueError(
             f"{where}: its box ({box}) is empty or not within the image of {size[0]} x {size[1]} pixels; "
-            "--bad_boxes cut cuts such boxes off at the border, and leaves out what is empty then"
+            f"--bad_boxes cut cuts such boxes off at the border, and leaves out what is empty then{more}"
         )
     if empty or beyond >= ROUNDING:
         repaired["boxes_left_out" if empty else "boxes_cut_off"] += 1
@@ -232,25 +249,32 @@ def _partition(column: str) -> str:
     return column.replace("_", "-")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Finish:
-    """Adds to an index the partitions by the other columns of users, and counts images of unexpected sizes.
+    """Adds to an index the partitions by the other columns of users.
 
     Attributes:
         columns: the users of images, by the column's name.
         sizes: as in `Annotated`.
-        other_sizes: the images that turned out to have another width and height.
     """
 
     columns: Mapping[str, Mapping[str, str]]
     sizes: Mapping[str, tuple[int, int]]
-    other_sizes: Sequence[str] = ()
 
     def __call__(self, index: DatasetIndex) -> DatasetIndex:
-        """The index with partitions and a count of other sizes; see `dataset.preprocess.Options.finish`."""
-        self.other_sizes = [image for split in index.splits.values() for image in self._of_other_sizes(split)]
-        provenance = {**index.provenance, "images_of_another_size_than_annotated": len(self.other_sizes)}
-        index = replace(index, provenance=provenance) if self.sizes else index
+        """The index with partitions; see `dataset.preprocess.Options.finish`.
+
+        Raises:
+            ValueError: when images have other sizes than their annotations say.
+        """
+        if wrong := [one for split in index.splits.values() for one in self._of_other_sizes(split)]:
+            image, (width, height) = wrong[0]
+            stated = "{} x {}".format(*self.sizes[image])
+            raise ValueError(
+                f"{len(wrong):,} images are not of the size that their annotations have, {image} among them "
+                f"({width} x {height}, not {stated} pixels): give the images that were annotated (see "
+                "--upright for photos that are turned by their EXIF orientation)"
+            )
         if "train" not in index.splits:
             return index
         ids = list(index.splits["train"].image_ids)
@@ -261,17 +285,7 @@ class Finish:
                 partitions[_partition(name)] = deal([column[ids[row]] for row in rows], rows)
         return index.with_partitions(partitions)
 
-    def _of_other_sizes(self, split: SplitIndex) -> list[str]:
+    def _of_other_sizes(self, split: SplitIndex) -> list[tuple[str, tuple[int, int]]]:
         assert split.image_sizes is not None, "masks and boxes have them"
-        found = zip(split.image_ids, split.image_sizes[:, ::-1].tolist())
-        return [image for image, size in found if list(self.sizes.get(image, size)) != size]
-
-    @property
-    def warning(self) -> str:
-        """A line about images of unexpected sizes; empty if there are none."""
-        if not self.other_sizes:
-            return ""
-        return (
-            f"{len(self.other_sizes):,} images, {self.other_sizes[0]} among them, are not of the size that "
-            "their annotations have: are their boxes right?"
-        )
+        found = zip(split.image_ids, map(tuple, split.image_sizes[:, ::-1].tolist()))
+        return [(image, size) for image, size in found if self.sizes.get(image, size) != size]

@@ -30,7 +30,7 @@ from dataset.fetch.annotated import (
     fitted,
 )
 from dataset.fetch.outlines import CROWD_CLASS, LEAST_NUMBERS, MAX_PIXELS, Outline, checked, mask_png, packed
-from dataset.store.annotations import BACKGROUND, CROWD, VOID
+from dataset.store.annotations import BACKGROUND, CROWD, VOID, is_background
 
 MAX_JSON_BYTES = 1 << 30
 """Largest size of such a file in bytes; COCO's largest has 448 MB."""
@@ -61,6 +61,8 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
         if found := _NAME.fullmatch(name):
             content = parse_json(files[name], f"{origin}: {name}", reading.form)
             reader.read(content, f"{origin}: {name}", found[1], found[2])
+    if reader.repaired["objects_without_an_outline"] and not reader.outlined:
+        raise ValueError(f"{origin}: no object has an outline (segmentation): give --annotation boxes")
     if not reader.records:
         raise ValueError(f"{origin} holds no annotations/instances_train*.json, _val*.json or _test*.json")
     return reader.annotated()
@@ -107,10 +109,11 @@ class _Reader:
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     twice: set[str] = field(default_factory=set)  # ids that two files have
     repaired: Counter[str] = field(default_factory=Counter)
+    outlined: bool = False  # whether any object has an outline
 
     def read(self, content: Json, origin: str, folder: str, split: str) -> None:
         categories = _categories(_list(content, "categories", origin), origin)
-        if self.form == "mask" and (BACKGROUND in categories.values() or len(categories) >= VOID):
+        if self.form == "mask" and (any(map(is_background, categories.values())) or len(categories) >= VOID):
             raise ValueError(
                 f"{origin}: masks have at most {VOID - 1} categories, none of which is called {BACKGROUND}"
             )
@@ -166,6 +169,10 @@ class _Reader:
     def _outlined(self, entry: Json, size: tuple[int, int], where: str) -> tuple[int, Outline, str]:
         category, crowd = self._kind(entry, where)
         outline = checked(entry.get("segmentation"), size, where)
+        if isinstance(outline, Mapping) or any(map(len, outline)):
+            self.outlined = True
+        else:
+            self.repaired["objects_without_an_outline"] += 1
         if flat := sum(len(part) < LEAST_NUMBERS for part in outline if not isinstance(part, str)):
             self.repaired["polygons_without_area"] += flat
         return CROWD_CLASS if crowd else [*self.categories].index(category) + 1, outline, where

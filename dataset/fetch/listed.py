@@ -7,6 +7,7 @@ command continues within the archive where it stopped.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import tarfile
@@ -21,6 +22,7 @@ from dataset.cli import SourceError
 from dataset.fetch import http
 from dataset.fetch.archives import JPEG_SUFFIXES, archive_images
 from dataset.fetch.http import below, fetch_checked, remote, retried
+from dataset.fetch.members import files_below
 from dataset.fetch.source import Shard
 from dataset.files import replacing
 from dataset.partitions.assignments import (
@@ -137,7 +139,7 @@ def read_lists(place: Path) -> Lists:
     tests: list[Listing] = []
     for name, text in sorted(csv_texts(place).items()):
         origin = f"{place}: {name}"
-        header = text.partition("\n")[0].strip().split(",")
+        header = next(csv.reader(io.StringIO(text, newline="")), [])
         if TRAIN_CSV.fullmatch(name) or name.endswith(("_train.csv", "_train_split.csv")):
             users = [column for column in header if column not in ("image_id", "class", "label")]
             part = partition_name(name) if TRAIN_CSV.fullmatch(name) else "users"
@@ -245,11 +247,14 @@ def image_files(
         ValueError: when two files have the same id.
     """
     found: dict[str, Path] = {}
-    for path in folder.rglob("*.*"):
+    for path in files_below(folder):
         is_wanted = path.suffix.lower() in suffixes and path.stem in wanted
         is_wanted = is_wanted and (inside is None or path.parent.name in inside)
-        if is_wanted and path.is_file() and (other := found.setdefault(path.stem, path)) != path:
-            raise ValueError(f"image {path.stem} is there twice, at {other} and {path}; delete one")
+        if is_wanted and (other := found.setdefault(path.stem, path)) != path:
+            raise ValueError(
+                f"two files have the name of image {path.stem}, {other} and {path}: delete one if they are "
+                "the same photo, else give them different names, in the annotations or lists as well"
+            )
     return found
 
 

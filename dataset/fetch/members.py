@@ -6,6 +6,7 @@ written to disk.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -45,11 +46,23 @@ def collected(places: Sequence[Path], wanted: Wanted) -> dict[str, bytes]:
 def _files(place: Path) -> Iterator[Member]:
     if not place.is_dir():
         return archive_members(place)
-    files = (path for path in sorted(place.rglob("*")) if path.is_file())
+    files = sorted(files_below(place))
     return (
         (PurePosixPath(path.relative_to(place).as_posix()), path.stat().st_size, path.read_bytes)
         for path in files
     )
+
+
+def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The files of a folder and of those in it, linked folders among them, but for one around its link."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from files_below(path, above | {real})
+        elif path.is_file():
+            yield path
 
 
 def _is_rubbish(path: PurePosixPath) -> bool:

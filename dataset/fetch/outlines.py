@@ -73,15 +73,33 @@ def drawn(outline: Outline, size: tuple[int, int], where: str) -> BoolArray:
     if isinstance(outline, Mapping):
         counts = outline.get("counts")
     else:
-        large = [part for part in outline if len(part) >= LEAST_NUMBERS]
-        if not large:
+        near = [_near(part, size).tolist() for part in outline if len(part) >= LEAST_NUMBERS]
+        near = [part for part in near if len(part) >= LEAST_NUMBERS]
+        if not near:
             return np.zeros((height, width), bool)
-        within = [part.clip(0, np.tile([width, height], len(part) // 2)).tolist() for part in large]
-        counts = coco_mask.merge(coco_mask.frPyObjects(within, height, width))["counts"].decode()
+        counts = coco_mask.merge(coco_mask.frPyObjects(near, height, width))["counts"].decode()
     runs = _runs(counts, where)
     if int(runs.sum()) != width * height:
         raise ValueError(f"{where} has runs that do not add up to the {width * height:,} pixels")
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height).T
+
+
+def _near(polygon: FloatArray, size: tuple[int, int]) -> FloatArray:
+    """The part of a polygon within an image and its own width or height around it.
+
+    pycocotools cuts polygons off at the image's border itself, but follows each edge to its end.
+    """
+    points = polygon.reshape(-1, 2)
+    for axis, length in enumerate(size):
+        for sign, least in ((1, -length), (-1, -2 * length)):
+            after = np.roll(points, -1, axis=0)
+            here, there = (sign * ends[:, axis] - least for ends in (points, after))
+            crosses = (here < 0) != (there < 0)
+            share = np.where(crosses, here / np.where(crosses, here - there, 1), 0)
+            cuts = points + share[:, None] * (after - points)
+            kept = np.stack([here >= 0, crosses], axis=1).ravel()
+            points = np.stack([points, cuts], axis=1).reshape(-1, 2)[kept]
+    return points.ravel()
 
 
 def _runs(counts: Any, where: str) -> IntArray:

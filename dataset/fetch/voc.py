@@ -118,7 +118,8 @@ def _boxes(
         ends = [_number(entry, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax")]
         # With 1 as the first pixel, the last pixel is within the box; with 0, the box ends before it.
         corners = (ends[0] - reading.first_pixel, ends[1] - reading.first_pixel, *ends[2:])
-        if (fits := fitted(corners, size, reading.cut, repaired, where)) is not None:
+        zero = "; --first_pixel 0 is for boxes that count from 0" if reading.first_pixel else ""
+        if (fits := fitted(corners, size, reading.cut, repaired, where, zero)) is not None:
             difficult = (entry.findtext("difficult") or "").strip() == "1"
             found.append({"name": name, "corners": fits, "flags": DIFFICULT if difficult else 0})
     return found

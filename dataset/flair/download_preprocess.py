@@ -27,7 +27,7 @@ from pathlib import Path
 from dataset.cli import input_file, run
 from dataset.fetch.source import Source
 from dataset.flair import sources
-from dataset.preprocess import Options, checked_places, command_parser, make
+from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
 from dataset.store.images import BACKGROUNDS, Transcoding
 from dataset.store.index import TAXONOMIES
 
@@ -52,6 +52,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--source", default="hf", help="hf: apple/flair on Hugging Face; apple: Apple's; or a folder")
     add("--not_group_data_by_user", action="store_true", help="keep the source's order (centralised)")
     add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs")
+    add("--upright", action="store_true", help=UPRIGHT)
     add("--background", choices=BACKGROUNDS, default="white", help="below transparent images")
     bad = "skip leaves them out and lists them"
     add("--on_bad_image", choices=("fail", "skip"), default="fail", help=bad)
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         read_vocabulary(arguments.label_mapping) if arguments.label_mapping else None,
         arguments.workers,
         tool="dataset.flair.download_preprocess",
-        transcode=Transcoding(arguments.jpeg_quality, arguments.background),
+        transcode=Transcoding(arguments.jpeg_quality, arguments.background, arguments.upright),
     )
     source: Source
     if arguments.source == "hf":

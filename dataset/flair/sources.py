@@ -40,17 +40,32 @@ def read_metadata(path: Path) -> pa.Table:
     rows: list[dict[str, Any]] = []
     for number, entry in enumerate(_json_list(path)):
         try:
-            row: dict[str, Any] = {name: str(entry[name]) for name in ID_COLUMNS}
-            row |= {name: [str(label) for label in entry[name]] for name in TAXONOMIES}
+            row: dict[str, Any] = {name: _text(entry[name], name) for name in ID_COLUMNS}
+            row |= {name: _texts(entry[name], name) for name in TAXONOMIES}
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path}: record {number} lacks {error}; it needs {', '.join(SCHEMA.names)}"
             ) from None
+        except ValueError as error:
+            raise ValueError(f"{path}: record {number} has {error}") from None
         rows.append(row)
         if len(rows) == 4096:
             tables.append(pa.Table.from_pylist(rows, SCHEMA))
             rows = []
     return pa.concat_tables([*tables, pa.Table.from_pylist(rows, SCHEMA)]).combine_chunks()
+
+
+def _text(value: object, name: str) -> str:
+    """An id or a label as text, which in JSON may be a whole number."""
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ValueError(f"the {name} {str(value)[:80]!r}, which is neither text nor a whole number")
+    return str(value)
+
+
+def _texts(value: object, name: str) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError(f"the {name} {str(value)[:80]!r}, which are no list")
+    return [_text(one, name) for one in value]
 
 
 def _json_list(path: Path, block: int = 1 << 20) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import csv
 import hashlib
 import io
 import re
+import unicodedata
 import zipfile
 import zlib
 from collections import Counter
@@ -82,6 +83,8 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
 def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """The rows of a CSV by column, each with the words that say where it stands.
 
+    Names of users are those of Unicode's NFC, so that one name is one user however it is typed.
+
     Args:
         text: the CSV.
         origin: what it is called in an error.
@@ -89,7 +92,7 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
 
     Raises:
         ValueError: that names file and line for a column that is missing or there twice, a row of another
-            length, and an image that comes twice.
+            length, an image that comes twice, and white space around a needed value or a user.
     """
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     seen: dict[str, int] = {}
@@ -101,6 +104,7 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
         twice = [name for name, count in Counter(header).items() if name and count > 1]
         if twice:
             raise ValueError(f"{origin} has two columns {twice[0]!r}; leave one out")
+        ids = [name for name in header if name in needed or name.startswith("user")]
         for fields in filter(None, rows):  # an empty line is no row
             where = f"{origin}, line {rows.line_num}"
             if len(fields) != len(header):
@@ -108,6 +112,11 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
                     f"{where} has {len(fields)} fields, not {len(header)}; download the file again"
                 )
             row = dict(zip(header, fields))
+            for name in ids:
+                if row[name] != row[name].strip():
+                    raise ValueError(f"{where} has white space around the {name} {row[name]!r}: remove it")
+                if name != "image_id":  # whose name is that of a file
+                    row[name] = unicodedata.normalize("NFC", row[name])
             first = seen.setdefault(row["image_id"], rows.line_num)
             if first != rows.line_num:
                 raise ValueError(f"{where} lists image {row['image_id']} a second time (line {first})")

@@ -26,7 +26,7 @@ _PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length
 VOID = 255
 """The class number of a mask's pixels that belong to no class."""
 BACKGROUND = "background"
-"""The name of a mask's class 0, if that is for pixels of no object."""
+"""The name of a mask's class 0, if that is for pixels of no object; also spelt Background or _background_."""
 
 CROWD, DIFFICULT = 1, 2
 """Bits of a box's flags: the box surrounds a group of objects (COCO); it need not be found (PASCAL VOC)."""
@@ -34,6 +34,16 @@ CROWD, DIFFICULT = 1, 2
 LEAF_TYPES = dict.fromkeys(("indptr", "offsets"), "<i8") | dict.fromkeys(("indices", "classes"), "<u2")
 LEAF_TYPES |= {"png": "|u1", "corners": "<f4", "flags": "|u1"}
 """The types of the data sets that annotations are stored in."""
+
+
+def is_background(name: str) -> bool:
+    """Whether a class has the name of a mask's pixels of no object."""
+    return name.strip("_").lower() == BACKGROUND
+
+
+def has_background(classes: Mapping[str, int]) -> bool:
+    """Whether class 0 of these, numbers by name, is for pixels of no object."""
+    return any(number == 0 and is_background(name) for name, number in classes.items())
 
 
 @dataclass(frozen=True)

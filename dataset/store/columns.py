@@ -76,8 +76,8 @@ def build_index(
         table: the columns of `schema`, a row for each record.
         keep: which records, ``[R]``.
         grouped: whether the images of a user become neighbours.
-        vocabulary: the class names by annotation, in the order of their numbers; those of a label set are
-            sorted. Where it is not given, the names that occur, sorted; masks need one.
+        vocabulary: the class names by annotation, in the order of their numbers. Where it is not given, the
+            names that occur, sorted; masks need one.
         provenance: where the data come from.
         sizes: height and width of each image, ``[R, 2]``.
         ids_are_positions: whether image ids are positions in their split: images then stay in the source's
@@ -187,7 +187,7 @@ def _annotation(
     record, codes = record[kept], codes[kept]
     occurring = np.unique(codes)
     known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring.tolist())
-    mapping = {label: rank for rank, label in enumerate(sorted(known) if kind == "label set" else known)}
+    mapping = {label: rank for rank, label in enumerate(known)}
     for code in occurring.tolist():
         if names[code] not in mapping:
             where = whose(int(record[np.flatnonzero(codes == code)[0]]))

@@ -68,7 +68,7 @@ import numpy as np
 
 from dataset.arrays import ByteArray, IntArray
 from dataset.files import file_digest
-from dataset.store.annotations import BACKGROUND, LabelMatrix, Masks, present
+from dataset.store.annotations import LabelMatrix, Masks, has_background, present
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_split
@@ -123,7 +123,7 @@ class DataFile:
         return self.reader.content_sha256 or file_digest(self.path)
 
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
-        """Class name -> class number of an annotation; alphabetical for a label set."""
+        """Class name -> class number of an annotation, in the order of the numbers."""
         if taxonomy not in self.reader.label_mappings:
             known = ", ".join(self.reader.label_mappings) or "none"
             raise ValueError(f"{taxonomy!r} is not an annotation of {self.path}; there are {known}")
@@ -153,7 +153,7 @@ class DataFile:
         Raises:
             ValueError: for an annotation that the file lacks, and a mask that cannot be read.
         """
-        background = self.label_mapping(name).get(BACKGROUND) == 0
+        background = has_background(self.label_mapping(name))
         annotation = self.split(split).annotations[name]
         with self._lock:
             if (split, name) not in self._present:

@@ -6,12 +6,14 @@ and the reader, so that raw storage at S and JPEG storage read at S hold the sam
 A file keeps the bytes of JPEGs unchanged. PNG, WebP and GIF images are decoded and encoded as JPEG, without
 chroma subsampling, at a quality that the file records. Features that a JPEG cannot have are converted by
 rule: transparent images are laid over a background, 16 bits become 8 by dropping the lower byte, and of an
-animation the first frame is taken. Colour profiles and orientation are ignored, as they are for JPEGs.
+animation the first frame is taken. Colour profiles are ignored, as they are for JPEGs, and so is the
+orientation that a camera notes, unless images are to stand upright.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -32,6 +34,8 @@ MAX_SCANS = 100
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF markers: they hold height and width
 _SCAN = 0xDA
+_SEGMENT = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
+"""The marker of a segment, which has a length, or of the end; not a scan's escapes and restarts."""
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
@@ -81,8 +85,18 @@ def refuse_size(width: int, height: int, data: bytes | memoryview) -> None:
 def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
     """Raise ValueError as `refuse_size` does, and for a JPEG with too many scans."""
     refuse_size(width, height, data)
-    if bytes(data).count(b"\xff\xda") > MAX_SCANS:
+    data = bytes(data)
+    if data.count(b"\xff\xda") > MAX_SCANS and _num_scans(data) > MAX_SCANS:
         raise ValueError(f"it has more than {MAX_SCANS} scans")
+
+
+def _num_scans(data: bytes) -> int:
+    """The scans of a JPEG up to its end marker, behind which there may be a video; at most one too many."""
+    at, count = 2, 0
+    while count <= MAX_SCANS and (found := _SEGMENT.search(data, at)) is not None and found[1] != _END[1:]:
+        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+        count += found[1][0] == _SCAN
+    return count
 
 
 def decode(data: bytes | memoryview, image_size: int | None, out: Pixels | None = None) -> Pixels:
@@ -155,6 +169,21 @@ _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "PNG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
 _PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length, name and size in IHDR
 
 
+_EXIF = re.compile(rb"(Exif\0\0|eXIf|EXIF....)(?P<tiff>II\*\0|MM\0\*)", re.DOTALL)  # of JPEG, PNG and WebP
+_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II": "little", b"MM": "big"}
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes an image stand upright, by its EXIF orientation."""
+
+
 @dataclass(frozen=True)
 class Transcoding:
     """How images that are no JPEGs become JPEGs.
@@ -162,6 +191,7 @@ class Transcoding:
     Attributes:
         quality: the JPEG's quality, 1 to 100, on libjpeg's scale.
         background: the colour over which transparent images are laid.
+        upright: whether images that their EXIF orientation turns, JPEGs among them, are turned so.
 
     Raises:
         ValueError: for a quality out of range.
@@ -169,6 +199,11 @@ class Transcoding:
 
     quality: int = 95
     background: Background = "white"
+    upright: bool = False
+
+    def changes(self, data: bytes | memoryview) -> bool:
+        """Whether an image is not kept as it is."""
+        return other_format(data) is not None or (self.upright and orientation(data) in _TURNS)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 100:
@@ -183,12 +218,32 @@ def other_format(data: bytes | memoryview) -> str | None:
     return next((name for start, name in _SIGNATURES.items() if head.startswith(start)), None)
 
 
-def to_pixels(data: bytes | memoryview, background: Background) -> tuple[Pixels, str]:
+def orientation(data: bytes | memoryview) -> int:
+    """An image's EXIF orientation, 1 to 8; 1, upright, where it has none that can be read."""
+    data = bytes(data)
+    found = _EXIF.search(data)
+    if found is None:
+        return 1
+    at, order = found.start("tiff"), _ORDERS[found["tiff"][:2]]
+    at += int.from_bytes(data[at + 4 : at + 8], order)
+    for entry in range(int.from_bytes(data[at : at + 2], order)):
+        start = at + 2 + 12 * entry
+        if int.from_bytes(data[start : start + 2], order) == _ORIENTATION:
+            value = int.from_bytes(data[start + 8 : start + 10], order)
+            return value if value in _TURNS else 1
+    return 1
+
+
+def to_pixels(data: bytes | memoryview, background: Background, upright: bool = False) -> tuple[Pixels, str]:
     """The image as RGB, ``[H, W, 3]``, and what was done to it: ``PNG of 16 bits``, ``GIF, its first frame``.
 
     Raises:
         ValueError: with a clause that says what is wrong.
     """
+    if upright and (turn := _TURNS.get(orientation(data))) is not None:
+        is_jpeg = other_format(data) is None
+        pixels, note = (decode(data, None), "JPEG") if is_jpeg else to_pixels(data, background)
+        return np.asarray(Image.fromarray(pixels).transpose(turn)), f"{note}, turned upright"
     name = other_format(data)
     if name is None:
         raise ValueError("it is none of JPEG, PNG, WebP and GIF" if data else "it is empty")
@@ -221,7 +276,7 @@ def to_jpeg(data: bytes | memoryview, transcoding: Transcoding) -> tuple[bytes, 
     Raises:
         ValueError: with a clause that says what is wrong.
     """
-    pixels, note = to_pixels(data, transcoding.background)
+    pixels, note = to_pixels(data, transcoding.background, transcoding.upright)
     buffer = io.BytesIO()
     try:
         Image.fromarray(pixels).save(buffer, "JPEG", quality=transcoding.quality, subsampling=0)

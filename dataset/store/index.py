@@ -129,7 +129,7 @@ class SplitIndex:
 class DatasetIndex:
     """All splits, the class names of the annotations, and where the data came from.
 
-    A label mapping is class name -> class number, from 0; that of a label set is alphabetical.
+    A label mapping is class name -> class number, from 0, in the order of the numbers.
     """
 
     splits: Mapping[str, SplitIndex]
@@ -150,14 +150,12 @@ def check_index(index: DatasetIndex) -> None:
     ]
     if any(other != kinds[0] for other in kinds):
         raise ValueError("its splits have different annotations")
-    for name, kind in kinds[0].items() if kinds else ():
+    for name in kinds[0] if kinds else ():
         if not NAME.fullmatch(name):
             raise ValueError(f"annotation {name!r}: {BAD_NAME}")
         mapping = index.label_mappings.get(name) or {}
-        names = sorted(mapping) if kind == "label set" else list(mapping)
-        if dict(mapping) != {label: number for number, label in enumerate(names)}:
-            order = "alphabetical and " if kind == "label set" else ""
-            raise ValueError(f"the mapping of {name} is not {order}numbered from 0")
+        if list(mapping.values()) != list(range(len(mapping))):
+            raise ValueError(f"the mapping of {name} is not numbered from 0 in its order")
     unknown = set(index.splits) - set(SPLITS)
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]!r} is not a split; there are {', '.join(SPLITS)}")

@@ -150,10 +150,12 @@ def is_native(file: h5py.File) -> bool:
 
 def version_of(index: DatasetIndex) -> int:
     """The oldest schema version that can hold an index."""
+    alphabetical = all(list(names) == sorted(names) for names in index.label_mappings.values())
     version = 0
     for split in index.splits.values():
         kinds = [(name, annotation.kind) for name, annotation in split.annotations.items()]
-        if split.image_sizes is not None or kinds != [(name, "label set") for name in TAXONOMIES]:
+        plain = alphabetical and split.image_sizes is None
+        if not plain or kinds != [(name, "label set") for name in TAXONOMIES]:
             boxes = [found for found in split.annotations.values() if isinstance(found, Boxes)]
             version = max(version, FLAGGED if any(found.flags.any() for found in boxes) else ANNOTATED)
     if version:

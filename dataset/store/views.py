@@ -186,7 +186,7 @@ class _View:
 class LabelSetView(_View):
     """A file seen as images with a set of labels each.
 
-    ``taxonomy`` gives K targets in the alphabetical order of the labels; ``binary_label`` gives one,
+    ``taxonomy`` gives K targets in the order of the label numbers; ``binary_label`` gives one,
     1 where an image has that label of either taxonomy (ml-flair's ``--binary_label``).
     Decoded images are kept in memory as long as those of all splits together fit into ``cache_bytes``.
 

@@ -215,6 +215,18 @@ def test_files_of_another_make_are_shown(grouped: bool, tmp_path: Path) -> None:
     assert check((tmp_path / "p.html").read_text()).all("img")
 
 
+@pytest.mark.parametrize("shown, output", [("f.hdf5", "f.hdf5"), ("f.html", "f.html"), ("f.hdf5", "n.txt")])
+def test_a_page_replaces_pages_alone(
+    shown: str, output: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in {shown, output, "old.html"}:
+        (tmp_path / name).write_bytes(path.read_bytes())
+    assert run(main, [str(tmp_path / shown), f"--output={tmp_path / output}"]) == 2
+    assert f"{output} exists and is no page: give a new name" in capsys.readouterr().err
+    assert (tmp_path / output).read_bytes() == path.read_bytes()
+    assert run(main, [str(tmp_path / shown), f"--output={tmp_path / 'old.html'}"]) == 0
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_browser_shows_it(width: int, scheme: str, output: Path) -> None:

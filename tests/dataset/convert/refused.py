@@ -20,7 +20,13 @@ def refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
         def readouterr() -> Any:
             found = real()
             lines = [part for part in found.err.replace("\r", "\n").splitlines() if part.strip()]
-            bars = ("0/2 list", "1/2 check", "2/2 write", "own/labels.csv: these columns")
+            bars = (
+                "0/2 list",
+                "1/2 check",
+                "2/2 write",
+                "own/labels.csv: these columns",
+                "splits by the names",
+            )
             kept = [line for line in lines if not line.lstrip("\x1b[A ").startswith(bars)]
             return type(found)(found.out, "".join(f"{line}\n" for line in kept))
 

@@ -175,6 +175,23 @@ def test_hdf5_that_is_wrong(
     refused(f"{TFF} --split_by=images --test_share=0.4", said, capsys)
 
 
+@pytest.mark.parametrize("form", ["leaf", "tff"])
+def test_whole_numbers_0_and_1_are_no_pixels(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if form == "leaf":
+        leaf(lambda c: [user.update(x=[[0, 1, 1, 0]] * len(user["x"])) for user in c["user_data"].values()])()
+    else:
+        hdf5(whole_numbers)()
+    words = f"{LEAF if form == 'leaf' else TFF} --split_by=images --test_share=0.4"
+    refused(words, " has no number but 0 and 1, as whole numbers, which are levels of 255", capsys)
+
+
+def whole_numbers(file: h5py.File) -> None:
+    for group in file["examples"].values():
+        pixels = np.array(group["pixels"])
+        del group["pixels"]
+        group["pixels"] = (pixels > 0.5).astype(np.uint8)
+
+
 def test_pixels_are_not_stored_as_jpegs(capsys: pytest.CaptureFixture[str]) -> None:
     hdf5(lambda f: None)()
     refused(f"{TFF} --storage=jpeg", "--storage jpeg is for image files, and this source has pixels", capsys)

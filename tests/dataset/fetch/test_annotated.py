@@ -163,14 +163,11 @@ def test_png_images_become_jpegs_and_keep_their_masks(tmp_path: Path) -> None:
         assert file.provenance["transcoded"]["images"] == {"PNG": 1}
 
 
-def test_boxes_are_cut_off_where_that_is_asked_for_and_it_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_boxes_are_cut_off_where_that_is_asked_for_and_it_is_counted(tmp_path: Path) -> None:
     content = coco_json(TRAIN)
     first = [at for at, entry in enumerate(content["annotations"]) if entry["image_id"] == 3]
     for at, box in zip(first, ([-2, 1, 10, 50], [32, 0, 5, 5], [1, 1, 31.005, 3])):
         content["annotations"][at]["bbox"] = box
-    next(image for image in content["images"] if image["id"] == 9)["width"] = 2 * SIDE
     folder = coco_folder(tmp_path / "in", content)
     write_images(folder)
     assert make(street.STREET, tmp_path / "f.hdf5", f"--source={folder}", "--bad_boxes=cut") == 0
@@ -182,11 +179,30 @@ def test_boxes_are_cut_off_where_that_is_asked_for_and_it_is_counted(
         assert corners.tolist() == [[0, 1, 8, SIDE], [1, 1, SIDE, 4]]
         assert (file.provenance["boxes_cut_off"], file.provenance["boxes_left_out"]) == (1, 1)
         assert file.provenance["category_ids"] == [1, 18, 90]
-        assert file.provenance["images_of_another_size_than_annotated"] == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(
-        "1 images, 000000000009 among them, are not of the size that their annotations have"
-    )
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_boxes_of_another_size_are_refused_unless_it_is_that_of_the_upright_photo(
+    turned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = coco_json(TRAIN)
+    next(image for image in content["images"] if image["id"] == 9)["width"] = 2 * SIDE
+    folder = coco_folder(tmp_path / "in", content)
+    write_images(folder)
+    path, exif = folder / "train" / "000000000009.jpg", Image.Exif()
+    exif[0x0112] = 6 if turned else 1
+    with Image.open(path) as image:
+        image.resize((SIDE, 2 * SIDE)).save(path, exif=exif)
+    words = [f"--source={folder}", "--workers=1"]
+    assert make(street.STREET, tmp_path / "f.hdf5", *words) == 2
+    assert (
+        "1 images are not of the size that their annotations have, 000000000009 among them (32 x 64, not 64 "
+        "x 32 pixels): give the images that were annotated (see --upright"
+    ) in capsys.readouterr().err.splitlines()[-1]
+    assert make(street.STREET, tmp_path / "f.hdf5", *words, "--upright") == (0 if turned else 2)
+    if turned:
+        assert "1 images become JPEGs of quality 95: 1 JPEG, turned upright" in capsys.readouterr().err
+        validate(tmp_path / "f.hdf5")
 
 
 USERS = "image_id,partition,user_20,user_5\n1,train,a,x\n2,train,b,x\n3,train,,y\n7,train,a,\n4,val,a,x\n"

@@ -52,6 +52,7 @@ VOC_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "number": ({XML: instead(MAX, "<xmax>1e9")}, "bndbox/xmax is '1e9'; it needs a number"),
     "nan": ({XML: instead(MAX, "<xmax>nan")}, "bndbox/xmax is 'nan'; it needs"),
     "beyond": ({XML: instead(MAX, "<xmax>33")}, "is empty or not within the image of 32"),
+    "counts from 0": ({XML: instead("<xmin>2", "<xmin>0")}, "; --first_pixel 0 is for boxes that count"),
     "empty": ({XML: instead(MAX, "<xmax>0")}, "(0, 0, 0, 2) is empty or not within"),
     "twice": ({VAL_LIST: b"000007\n"}, "val.txt lists image 000007, which is in train already"),
     "path": ({VAL_LIST: b"../../etc/x\n"}, "holds '../../etc/x'; it needs an image id"),

@@ -306,7 +306,7 @@ def test_options_that_cannot_be_are_said_in_one_line(
     capsys.readouterr()
     (folder / "deep" / f"{image_id(1)}.jpg").write_bytes(jpeg(1))
     assert make(LANDMARKS["160k"], tmp_path / "f.hdf5", "--source", folder) == 2
-    assert f"image {image_id(1)} is there twice" in capsys.readouterr().err
+    assert f"two files have the name of image {image_id(1)}" in capsys.readouterr().err
 
 
 def test_the_public_addresses_are_those_of_the_reference() -> None:

@@ -50,12 +50,28 @@ def test_polygons_are_filled_as_pycocotools_fills_them(seed: int) -> None:
     rng = np.random.default_rng(seed)
     width, height = SIZE
     polygons = [
-        (rng.random((n, 2)) * SIZE).round(2).ravel().tolist() for n in rng.integers(3, 9, rng.integers(1, 4))
+        ((3 * rng.random((n, 2)) - 1) * SIZE).round(2).ravel().tolist()
+        for n in rng.integers(3, 9, rng.integers(1, 4))
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pycocotools knows no numpy 2
         expected = coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(polygons, height, width)))
     assert np.array_equal(filled(polygons), expected.astype(bool))
+
+
+@pytest.mark.parametrize(
+    "polygon, pixels",
+    [
+        ([-50, 50, 50, 0, 50, 100], 3750),
+        ([50, -100, 150, 50, 50, 200, 40, 50], 5835),
+        ([-1e8, 50, 50, -1e8, 50, 1e8], 5000),
+        ([-1e8, -1e8, -1e7, -1e8, -1e8, -1e7], 0),
+        ([-100, -100, 200, -100, 200, 200, -100, 200], 10_000),
+        ([-500, 50, 50, -500, 600, 50, 50, 600], 10_000),
+    ],
+)
+def test_a_polygon_is_filled_before_it_is_cut_off(polygon: list[float], pixels: int) -> None:
+    assert filled([polygon], (100, 100)).sum() == pixels
 
 
 @given(st.integers(0, 9999))
@@ -226,3 +242,24 @@ def test_polygons_without_area_are_counted(tmp_path: Path) -> None:
     assert make(COCO_2017, tmp_path / "f.hdf5", f"--source={folder}", "--annotation=mask") == 0
     with DataFile(tmp_path / "f.hdf5") as file:
         assert file.provenance["polygons_without_area"] == 1
+
+
+@pytest.mark.parametrize("empty", [[], [[]]])
+def test_objects_without_an_outline_are_counted_and_refused_where_all_are(
+    empty: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = coco_json(TRAIN)
+    content["annotations"][0]["segmentation"] = empty
+    folder = coco_folder(tmp_path / "in", content)
+    write_images(folder)
+    words = [f"--source={folder}", "--annotation=mask"]
+    assert make(COCO_2017, tmp_path / "f.hdf5", *words) == 0
+    assert "1 objects without an outline" in capsys.readouterr().err
+    with DataFile(tmp_path / "f.hdf5") as file:
+        assert file.provenance["objects_without_an_outline"] == 1
+    for entry in content["annotations"]:
+        entry["segmentation"] = empty
+    coco_folder(folder, content)
+    (folder / "instances_val.json").unlink()
+    assert make(COCO_2017, tmp_path / "g.hdf5", *words) == 2
+    assert "no object has an outline (segmentation): give --annotation boxes" in capsys.readouterr().err

@@ -137,12 +137,22 @@ def test_a_json_list_is_read_alike_in_blocks_of_any_size(
     assert list(_json_list(path, block)) == values
 
 
+RECORD = '[{"user_id": %s, "image_id": 1, "partition": "x", "labels": %s, "fine_grained_labels": []}]'
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
         ("{}", "is not a JSON list"),
         ('[{"user_id": "a"', "is not valid JSON, or is cut off"),
         ('[{"user_id": "a"}]', "record 0 lacks 'image_id'"),
+        (
+            RECORD % ("null", '["plant"]'),
+            "record 0 has the user_id 'None', which is neither text nor a whole",
+        ),
+        (RECORD % ("true", '["plant"]'), "record 0 has the user_id 'True', which is neither"),
+        (RECORD % ("7", '"plant"'), "record 0 has the labels 'plant', which are no list"),
+        (RECORD % ("7", "[null]"), "record 0 has the labels 'None', which is neither text"),
         ("", "is not a JSON list"),
         ("[]", "no usable|0"),
     ],

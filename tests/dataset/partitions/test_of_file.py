@@ -141,6 +141,7 @@ def test_mistakes_end_in_one_line(
         ("image_id,user_id\nnowhere,a\n", "line 2: {path} has no training image 'nowhere'"),
         ("image_id,user_id\n{id},\n", "line 2 has an empty user_id; write NA for nobody"),
         ("image_id,user_id\n{id},a\n{id},b\n", "a second time (line 2)"),
+        ("image_id,user_id\n{id},a \n", "line 2 has white space around the user_id 'a '"),
         ("image_id,user_id\n{id},NA\n", "gives nobody an image"),
         ("\xff", "is not UTF-8 text"),
     ],

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import shutil
+import signal
 import struct
 import tracemalloc
 import zlib
@@ -21,7 +22,7 @@ import pytest
 from PIL import Image
 
 from dataset.arrays import ByteArray
-from dataset.cli import run
+from dataset.cli import Stopped, run
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.source import Shard
 from dataset.preprocess import Options, preprocess
@@ -31,6 +32,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
 from dataset.store.validate import describe, main, validate
+from dataset.store.writer import DataWriter
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
 KINDS: dict[str, Kind] = {"tags": "label set", "kind": "class", "mask": "mask", "objects": "boxes"}
@@ -254,6 +256,35 @@ def test_an_annotation_that_does_not_fit_its_image_is_named_or_left_out(
     with DataFile(make(folder, records, on_bad_image="skip")) as file:
         assert list(file.split("train").image_ids) == ["a1", "b0", "b1"]
         assert len(of(file, "train", "mask", Masks)) == 3
+
+
+def test_a_longer_list_of_classes_is_not_believed_to_have_the_faults_of_a_shorter_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands in the journal of what was stopped."""
+
+    def stopped(*_: Any) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    records = rows()
+    for record in records[1:]:
+        record["mask"] = png(np.zeros(SIZES[record["image_id"]], np.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(DataWriter, "put_down", stopped)
+        patch.setitem(NAMES, "mask", ["sky"])
+        with pytest.raises(Stopped):
+            make(folder, records, on_bad_image="skip")
+    with DataFile(make(folder, records, on_bad_image="skip")) as file:
+        assert file.provenance["skipped_images"] == []
+
+
+@pytest.mark.parametrize("first", ["background", "Background", "_background_", "BACKGROUND"])
+def test_background_is_no_object_however_it_is_spelt(
+    first: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NAMES, "mask", [first, "road"])
+    with DataFile(make(folder, rows())) as file:
+        assert set(file.present("train", "mask").indices.tolist()) == {1}
 
 
 @pytest.mark.parametrize("character", ["\0", "\0b"])

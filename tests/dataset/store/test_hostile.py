@@ -82,6 +82,17 @@ def test_a_jpeg_of_a_thousand_scans_is_refused_at_once() -> None:
         decode(many, 32)
 
 
+def test_a_video_behind_a_jpeg_has_no_scans_of_it() -> None:
+    """As motion photos have; and what a segment of the camera's holds is no scan either."""
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 50).convert("RGB").save(buffer, "JPEG", progressive=True)
+    data, video = buffer.getvalue(), b"\xff\xda\0\2" * (MAX_SCANS + 1)
+    segment = b"\xff\xe5" + (len(video) + 2).to_bytes(2, "big") + video
+    for photo in (data + video, data[:2] + segment + data[2:]):
+        assert jpeg_size(photo) == (64, 64)
+        assert np.array_equal(decode(photo, None), decode(data, None))
+
+
 @given(st.binary(max_size=300), st.booleans())
 @settings(max_examples=300)
 def test_any_bytes_are_a_jpeg_or_a_clause(data: bytes, headed: bool) -> None:

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from dataset.arrays import ByteArray
 from dataset.cli import run
 from dataset.flair.download_preprocess import main
 from dataset.journal import Journal
 from dataset.store.hdf5 import DataFile
-from dataset.store.images import Transcoding, decode, other_format, to_jpeg, to_pixels
+from dataset.store.images import Transcoding, decode, orientation, other_format, to_jpeg, to_pixels
 from dataset.store.validate import validate
 from tests.dataset.drawn import SIDE, Record, assert_paired, draw, records, write_parquet
 
@@ -189,9 +189,7 @@ def test_a_source_of_many_formats_is_preprocessed_and_says_what_it_did(
     words = [f"--source={folder}", f"--output_file={output}", f"--storage={storage}", "--jpeg_quality=90"]
     assert run(main, words + ([f"--image_size={SIDE}"] if storage == "raw" else [])) == 0
     validate(output)
-    line = next(
-        one for one in capsys.readouterr().err.splitlines() if one.startswith("9 images are no JPEGs")
-    )
+    line = next(one for one in capsys.readouterr().err.splitlines() if one.startswith("9 images become "))
     assert ("become JPEGs of quality 90" in line) == (storage == "jpeg")
     assert all(f"{count} {note}" in line for note, count in COUNTS.items())
     with DataFile(output) as file:
@@ -235,6 +233,37 @@ def test_another_quality_gives_another_file(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert run(main, [f"--source={folder}", f"--output_file={tmp_path / 'f'}", "--jpeg_quality=0"]) == 2
     assert capsys.readouterr().err == "error: --jpeg_quality is 0; give a number from 1 to 100\n"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize("turn", range(1, 10))
+def test_an_image_is_turned_as_its_exif_says(turn: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    image = Image.fromarray(np.ascontiguousarray(draw(7)[:, :20]))
+    data = saved(image, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    with Image.open(io.BytesIO(data)) as stored:
+        expected = np.asarray(ImageOps.exif_transpose(stored).convert("RGB"))
+    assert orientation(data) == (turn if 1 < turn < 9 else 1)
+    how = Transcoding(upright=True)
+    assert how.changes(data) == (kind != "JPEG" or 1 < turn < 9)
+    if how.changes(data):
+        pixels, said = to_pixels(data, "white", upright=True)
+        assert np.array_equal(pixels, expected)
+        assert said.endswith("turned upright") == (1 < turn < 9)
+        assert decode(to_jpeg(data, how)[0], None).shape == expected.shape
+
+
+def test_damaged_exif_is_none() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = saved(Image.fromarray(draw(7)), "JPEG", exif=exif)
+    at, rng = whole.index(b"Exif"), np.random.default_rng(0)
+    for _ in range(300):
+        content = bytearray(whole)
+        for place in rng.integers(at + 4, at + 40, size=3):
+            content[place] = rng.integers(256)
+        assert 1 <= orientation(bytes(content)) <= 8
 
 
 def test_jpegs_are_told_from_the_rest_by_their_first_bytes() -> None:

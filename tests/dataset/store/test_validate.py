@@ -283,7 +283,7 @@ def stale_checksum(file: h5py.File) -> None:
     file["train/user_ids"][0] = b"z"
 
 
-def mapping_not_alphabetical(file: h5py.File) -> None:
+def mapping_out_of_order(file: h5py.File) -> None:
     put(file, "metadata/label_mapping", np.frombuffer(b'{"x": 1, "y": 0}', np.uint8))
 
 
@@ -311,7 +311,7 @@ def no_mapping(file: h5py.File) -> None:
         (missing_images, "train/images"),
         (other_type, "train/labels_indptr has type int32"),
         (stale_checksum, "train/user_ids does not agree with its checksum"),
-        (mapping_not_alphabetical, "the mapping of labels is not alphabetical"),
+        (mapping_out_of_order, "the mapping of labels is not numbered from 0 in its order"),
         (other_content, "its content checksum does not agree"),
         (newer, "schema version 5, newer than 4"),
         (no_mapping, "label_mapping"),

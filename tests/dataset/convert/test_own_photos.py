@@ -1,0 +1,109 @@
+"""What is special about photos and lists of one's own: turned photos, class lists, spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataset.store.hdf5 import DataFile
+from dataset.store.validate import validate
+from tests.dataset.convert.made_sources import convert, plain, shown, write_csv, write_folder, write_image
+
+NUMBERS = range(1, 13)
+DEAL = "--split_by=images --val_share=0 --test_share=0.3"
+
+
+def test_one_name_is_one_client_and_one_class_however_it_is_typed(tmp_path: Path) -> None:
+    """As folders of macOS are beside those of others."""
+    root = write_folder(tmp_path / "own", NUMBERS)
+    for number, (client, label) in enumerate([("Zo\u00eb", "caf\u00e9"), ("Zoe\u0308", "cafe\u0301")]):
+        write_image(root / client / label / f"new{number}.jpg", 20 + number)
+    convert(f"folder --images {root} {DEAL}", tmp_path / "f.hdf5")
+    found = shown(tmp_path / "f.hdf5")
+    assert {plain(found[n][1]) for n in (20, 21)} == {"Zo\u00eb"}
+    assert {found[n][2] for n in (20, 21)} == {"caf\u00e9"}
+
+
+def test_labels_with_semicolons_are_pointed_to_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tags = ["top", "kids;top", "hat", "top;hat"] * 2
+    table = listed(tmp_path, "tags", tags)
+    words = f"folder --images {tmp_path / 'images'} --labels {table} --label_column tags"
+    convert(words, tmp_path / "f.hdf5")
+    assert (
+        "2 names of classes have a semicolon, such as 'kids;top': are these several"
+        in capsys.readouterr().err
+    )
+    convert(f"{words} --several", tmp_path / "g.hdf5")
+    assert "have a semicolon" not in capsys.readouterr().err
+
+
+def listed(folder: Path, column: str, labels: Sequence[object]) -> Path:
+    """Images, each of its own client, and the CSV with their labels."""
+    for number in range(len(labels)):
+        write_image(folder / "images" / f"{number}.jpg", number)
+    rows = [{"path": f"{n}.jpg", "client": f"u{n}", column: label} for n, label in enumerate(labels)]
+    return write_csv(folder / "labels.csv", rows)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_label_sets_keep_the_order_of_their_classes(given: bool, tmp_path: Path) -> None:
+    names = ["dog", "cat", "ape"] if given else [str(number) for number in range(12)]
+    labels = [";".join([names[n % len(names)], names[(n + 1) % len(names)]]) for n in range(12)]
+    words = f"folder --images {tmp_path / 'images'} --labels {listed(tmp_path, 'labels', labels)}"
+    if given:
+        (tmp_path / "names.txt").write_text("dog\ncat\nape\n")
+        words += f" --classes {tmp_path / 'names.txt'}"
+    convert(words, tmp_path / "f.hdf5")
+    validate(tmp_path / "f.hdf5")
+    with DataFile(tmp_path / "f.hdf5") as file:
+        assert file.label_mapping("labels") == {name: number for number, name in enumerate(names)}
+    for number, (_, _, label) in shown(tmp_path / "f.hdf5").items():
+        assert sorted(label.split("+")) == sorted(labels[number].split(";"))
+
+
+def test_two_label_sets_keep_it_too(tmp_path: Path) -> None:
+    """Which the oldest version of the file cannot."""
+    table = listed(tmp_path, "labels", ["b;a"] * 6)
+    lines = [
+        f"{line},{'fine_labels' if line.startswith('path') else 'x'}" for line in table.read_text().split()
+    ]
+    table.write_text("\n".join(lines))
+    (tmp_path / "names.txt").write_text("b\na\n")
+    words = f"folder --images {tmp_path / 'images'} --labels {table} --classes {tmp_path / 'names.txt'}"
+    convert(words, tmp_path / "f.hdf5")
+    validate(tmp_path / "f.hdf5")
+    with DataFile(tmp_path / "f.hdf5") as file:
+        assert file.label_mapping("labels") == {"b": 0, "a": 1}
+        assert file.annotation_names == ("labels", "fine_grained_labels")
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw --image_size=own"])
+@pytest.mark.parametrize("upright", [False, True])
+def test_photos_turned_by_exif_are_counted_or_stand_upright(
+    upright: bool, storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, exif = write_folder(tmp_path / "own", NUMBERS), Image.Exif()
+    exif[0x0112] = 6
+    photo = root / "bob" / "cat" / "turned.jpg"
+    Image.fromarray(np.zeros((20, 40, 3), np.uint8)).save(photo, exif=exif)
+    words = f"folder --images {root} {DEAL} --storage={storage}" + (" --upright" if upright else "")
+    convert(words, tmp_path / "f.hdf5")
+    said = capsys.readouterr().err
+    assert ("1 images are turned by their EXIF orientation" in said) == (not upright)
+    assert ("; --upright turns them" in said) == (not upright)
+    assert ("1 JPEG, turned upright" in said) == upright
+    with DataFile(tmp_path / "f.hdf5") as file:
+        ((split, row),) = [
+            (name, list(file.split(name).image_ids).index("bob/cat/turned.jpg"))
+            for name in file.splits
+            if "bob/cat/turned.jpg" in file.split(name).image_ids
+        ]
+        assert file.read_own(split, np.array([row]))[0].shape[:2] == ((40, 20) if upright else (20, 40))
+        if storage == "jpeg" and not upright:
+            assert bytes(file.reader.stored(split, np.array([row]))[0]) == photo.read_bytes()
