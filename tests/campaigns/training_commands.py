@@ -65,12 +65,11 @@ def short(module: str, words: Sequence[str], rounds: int, run_dir: Path) -> list
     kept = [f"--{key}={value}" for key, value in given.items() if key not in REPLACED]
     resolved, _ = experiment.resolve_data(kept)
     config = experiment.benchmark.parse(resolved).config
-    length = (
-        f"--centralised.num_epochs={rounds}"
-        if config.mode == "centralised"
-        else f"--federated.num_rounds={rounds}"
-    )
-    return [*kept, length, f"--run_dir={run_dir}", "--runtime.threads=1", "--runtime.progress=false"]
+    if config.mode == "centralised":
+        length = ["--centralised.num_epochs=1", "--centralised.warmup_epochs=0"]
+    else:
+        length = [f"--federated.num_rounds={rounds}"]
+    return [*kept, *length, f"--run_dir={run_dir}", "--runtime.threads=1", "--runtime.progress=false"]
 
 
 def outcome(module: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
