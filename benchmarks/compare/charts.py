@@ -1,4 +1,4 @@
-"""The charts of a comparison: as SVG of the page, in its colours, all in one PNG, and each in its own files."""
+"""The charts of a comparison: as SVG of the page, in its colours, all in one PNG, and each by itself."""
 
 from __future__ import annotations
 
