@@ -4,7 +4,8 @@
 
 Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
-needs nothing but itself; compare.png with its charts; compare.csv with each number of each run.
+needs nothing but itself; compare.png with its charts, and charts/ with each as PNG and SVG; compare.csv with
+each number of each run.
 """
 
 from __future__ import annotations
@@ -113,8 +114,11 @@ def main(argv: Sequence[str]) -> None:
     pages.write(written[0], _page(comparison, found, options.target))
     write_bytes(written[1], tables.csv(comparison).encode())
     if found:
-        written.append(folder / "compare.png")
-        charts.png(found, [group.label for group in comparison.groups], written[-1])
+        labels = [group.label for group in comparison.groups]
+        charts.png(found, labels, folder / "compare.png")
+        for chart in found:
+            charts.single(chart, labels, folder / "charts")
+        written += [folder / "compare.png", folder / "charts"]
     for line in comparison.left_out:
         print(f"left out: {pages.clean(line)}")
     print(f"written: {', '.join(map(str, written))}")

@@ -1,4 +1,4 @@
-"""The charts of a comparison, drawn once: as SVG of the page, in its colours, and all of them in one PNG."""
+"""The charts of a comparison: as SVG of the page, in its colours, all in one PNG, and each by itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from benchmarks.compare.series import (
     line_of,
     lines_of,
 )
-from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, style
+from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, save_both, style
 from dataset.pages import Html, clean, tag
 from pfl_ext.tasks.multi_label_scores import shown
 
 WIDTH, HEIGHT = 4.4, 3.1
 """Size of a chart in inches: on a phone its letters are about as large as the page's."""
+WIDE, HIGH = 6.4, 4.2
+"""Size of a chart in a file of pictures, in inches."""
 INK, LINE = "#010203", "#040506"
 SERIES = tuple(f"#0a0b0{place}" for place in range(len(COLOURS)))
 """What stands for the page's colours of letters, of lines and of groups while a chart is drawn."""
@@ -229,14 +231,26 @@ def key(place: int, label: Html) -> Html:
 
 def png(found: Sequence[Chart], labels: Sequence[str], path: Path) -> None:
     """Draw all charts in one picture, with the groups below them."""
-    columns = min(3, len(found))
+    columns = min(2, len(found))
     rows = -(-len(found) // columns)
-    figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(WIDE * columns, HIGH * rows + 0.4), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, chart in zip(panels, found):
-        draw(axes, chart, labels, (BLACK, GREY, *COLOURS))
-        axes.set_title(chart.title, fontsize=10, loc="left")
+        _titled(axes, chart, labels)
     for axes in panels[len(found) :]:
         axes.set_axis_off()
     legend_below(figure, columns)
     save(figure, path)
+
+
+def single(chart: Chart, labels: Sequence[str], folder: Path) -> None:
+    """Draw a chart by itself, as PNG and SVG that are named after its title."""
+    figure = Figure(figsize=(WIDE, HIGH + 0.4), layout="constrained")
+    _titled(figure.subplots(), chart, labels)
+    legend_below(figure, 1)
+    save_both(figure, folder / re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-"))
+
+
+def _titled(axes: Axes, chart: Chart, labels: Sequence[str]) -> None:
+    draw(axes, chart, labels, (BLACK, GREY, *COLOURS))
+    axes.set_title(chart.title, fontsize=11, loc="left")

@@ -207,8 +207,8 @@ def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
             if run.privacy and "paragraph" in run.privacy:
                 seeds.setdefault(str(run.privacy["paragraph"]), []).append(run.seed)
         for paragraph, found in seeds.items():
-            of = "each seed" if len(found) == len(row.runs) else f"seed {', '.join(map(str, found))}, each"
-            lines.append(f"**{row.label}**, {of} by itself: {paragraph}")
+            of = "" if len(found) == len(row.runs) else f" of {', '.join(map(str, found))}"
+            lines.append(f"**{row.label}**, each seed{of} by itself: {paragraph}")
     return section("## What the private rows guarantee", lines)
 
 

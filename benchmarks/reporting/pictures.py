@@ -21,8 +21,8 @@ from pfl_ext.tasks.segmentation import VOID
 SURE = 0.3
 """Boxes with at least this score are drawn."""
 DISTINCT = (
-    "e6194b", "3cb44b", "ffe119", "4363d8", "f58231", "911eb4", "46f0f0", "f032e6", "bcf60c", "fabebe",
-    "008080", "e6beff", "9a6324", "000000", "800000", "aaffc3", "808000", "2aa4ff", "000075", "808080",
+    "808080", "e6194b", "3cb44b", "ffe119", "4363d8", "f58231", "911eb4", "46f0f0", "f032e6", "bcf60c",
+    "fabebe", "008080", "e6beff", "9a6324", "000000", "800000", "aaffc3", "808000", "2aa4ff", "000075",
 )  # fmt: skip
 """Colours that differ from each other and from white, most of Trubetskoy's list, sashamaps.net."""
 LEGEND_LINE = 0.19

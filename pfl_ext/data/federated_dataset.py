@@ -241,7 +241,7 @@ class FederatedImageDataset(FederatedDataset):
         if cohort_size > population and not replace:
             raise ValueError(
                 f"cohort_size is {cohort_size} but there are only {population} training users: "
-                f"set cohort_size to at most {population}"
+                f"give at most as many, --federated.cohort_size {population}"
             )
         rng = stream(self._cohort_seed, "cohort", number)
         proportional = self._sampler.startswith("proportional")

@@ -159,8 +159,8 @@ class PrivacyConfig:
             )
         if cohort_size > population:
             raise ValueError(
-                f"cohort_size is {cohort_size} but there are only {population} training users: set "
-                f"cohort_size to at most {population}"
+                f"cohort_size is {cohort_size} but there are only {population} training users: "
+                f"give at most as many, --federated.cohort_size {population}"
             )
         if noise_population < population:
             raise ValueError(

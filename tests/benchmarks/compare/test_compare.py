@@ -351,13 +351,19 @@ def test_a_folder_called_like_a_formula_is_text_in_the_csv(
     assert {line["run"] for line in lines_of_csv(tmp_path / "compare")} == {"'=1+1"}
 
 
-def test_the_page_is_the_same_every_time_and_bounded(folder: Path, out: Path, tmp_path: Path) -> None:
+def test_the_page_is_the_same_every_time_and_bounded(
+    folder: Path, out: Path, page: Page, tmp_path: Path
+) -> None:
     assert run(main, [str(folder), f"--output_dir={tmp_path}"]) == 0
     for name in ("compare.html", "compare.csv"):
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
     assert (out / "compare.html").stat().st_size < 500_000
     with Image.open(out / "compare.png") as picture:
         assert picture.width > 1000
+    titles = page.source.count("<figcaption")
+    for suffix in ("png", "svg"):
+        assert len(list((out / "charts").glob(f"*.{suffix}"))) == titles > 9
+    assert (out / "charts" / "c-ap-exact-on-val-over-bytes.svg").is_file()
 
 
 def test_when_a_score_was_reached(folder: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_one_label_of_a_file_with_one_class_an_image(photos: Path, tmp_path: Pat
         (
             (2,),
             "NO PROTECTION in 1 of 3 runs, noise from the seed",
-            ("seed 0, 1, each by itself: secret", "seed 2, each by itself: seeded"),
+            ("each seed of 0, 1 by itself: secret", "each seed of 2 by itself: seeded"),
         ),
     ],
 )

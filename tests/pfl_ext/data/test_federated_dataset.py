@@ -163,7 +163,7 @@ def test_what_a_user_does_in_a_round_depends_on_nothing_else() -> None:
 
 
 def test_a_cohort_larger_than_the_population_is_refused() -> None:
-    with pytest.raises(ValueError, match="cohort_size is 4 but there are only 3 training users"):
+    with pytest.raises(ValueError, match=r"only 3 training users: .* --federated\.cohort_size 3"):
         users(NumberedStore([1, 1, 1])).cohort(4)
 
 

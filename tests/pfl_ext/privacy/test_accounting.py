@@ -312,7 +312,7 @@ def test_a_simulated_population_is_labelled_and_the_run_keeps_its_own() -> None:
     "population, cohort, options, words",
     [
         (275, 20, {"noise_population": 274}, "privacy.noise_population is 274, below"),
-        (275, 300, {"noise_population": 9000}, "only 275 training users"),
+        (275, 300, {"noise_population": 9000}, "--federated.cohort_size 275"),
         (275, 20, {"noise_cohort_size": 400, "noise_population": 300}, "only 300 users"),
     ],
 )
