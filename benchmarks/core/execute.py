@@ -26,6 +26,7 @@ from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.digests import experiment_digest
 from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
+from benchmarks.core.disk import check_disk
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.facts import dataset_facts, hardware, own_code, start_facts
 from benchmarks.core.features import Inputs, inputs_of
@@ -149,7 +150,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         results = files.finished()
         had_ended = results is not None
         if results is None:
-            module = _refused_or_built(experiment)
+            module = _refused_or_built(experiment, directory)
             with checkpoint.sole_owner(directory) if is_main() else contextlib.nullcontext():
                 results = files.finished() or _train(experiment, files, module, data_path)
                 if is_main() and not run.runtime.keep_checkpoints:
@@ -183,7 +184,7 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
     print(f"run directory: {directory} (metrics.jsonl, results.json, model.safetensors, plots/)")
 
 
-def _refused_or_built(experiment: Experiment[Any]) -> ImageClassifier:
+def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClassifier:
     """The network, once everything that can be refused about a run has not been; nothing is written here."""
     _check_data(experiment.file.path)
     for name in ("train", "val", *experiment.final_splits):
@@ -195,9 +196,10 @@ def _refused_or_built(experiment: Experiment[Any]) -> ImageClassifier:
     experiment.check()
     if experiment.config.is_private:
         check_private_data(experiment)
-    module = experiment.module()
+    module, of_users = experiment.module(), 0
     if experiment.config.mode == "federated":
-        check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
+        of_users = check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
+    check_disk(experiment.config, module, of_users, directory)
     return module
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from benchmarks.core.config.updates import check_kept
+from benchmarks.core.config.updates import check_kept, error_bytes
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
@@ -203,8 +203,11 @@ def tuner(
 
 def check_federated(
     run: AnyRun, store: ImageStore, module: ImageClassifier, partition: Partition | None
-) -> None:
+) -> int:
     """Refuse what no training could be made of, before anything is written.
+
+    Returns:
+        Bytes on disk of the states of all users who train, each of them once.
 
     Raises:
         ValueError: for a cohort larger than the population, a budget that no noise keeps, per-user state
@@ -229,6 +232,8 @@ def check_federated(
         turnouts = Turnouts(config.devices, users, ids, **drawn, sent=sent)
         if draws_cohorts:
             turnouts.of(0)
+    of_users: int = federated.chosen.state_bytes(chosen) + error_bytes(config, chosen)
+    return of_users
 
 
 def train_federated(

@@ -81,6 +81,11 @@ class Setup:
     folder: Path | None = None
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
 
+    @property
+    def touched(self) -> int:
+        """The most users who train in one of the run's rounds."""
+        return min(self.users.num_users, self.cohort_size * self.num_rounds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext(Setup):
@@ -213,6 +218,11 @@ class Choice:
         Raises:
             ValueError: one line with the reason.
         """
+
+    @classmethod
+    def state_bytes(cls, setup: Setup) -> int:
+        """Bytes on disk of the states of all users who train, each of them once."""
+        return 0
 
     @classmethod
     def start(cls, context: RunContext) -> Algorithm[Any]:

@@ -129,14 +129,20 @@ class Personalised(ServerModelAlgorithm):
         Raises:
             ValueError: one line with the reason.
         """
-        layout = FlatVariables(setup.module, cls.kept_names(setup.module, setup.options))
-        touched = min(setup.users.num_users, setup.cohort_size * setup.num_rounds)
-        state, most = touched * layout.length * 4 / 1e9, setup.options.max_state_gb
-        if state > most:
+        state, most = cls.state_bytes(setup), setup.options.max_state_gb
+        if state / 1e9 > most:
+            numbers = state // (4 * setup.touched)
             raise ValueError(
-                f"{cls.__name__} keeps {layout.length:,} numbers for each of {touched:,} users, {state:,.1f} "
-                f"GB, above federated.options.max_state_gb = {most:g}: raise it, or let users keep less"
+                f"{cls.__name__} keeps {numbers:,} numbers for each of {setup.touched:,} users, "
+                f"{state / 1e9:,.1f} GB, above federated.options.max_state_gb = {most:g}: raise it, or let "
+                "users keep less"
             )
+
+    @classmethod
+    def state_bytes(cls, setup: Setup) -> int:
+        """See `Choice.state_bytes`."""
+        layout = FlatVariables(setup.module, cls.kept_names(setup.module, setup.options))
+        return setup.touched * layout.length * 4
 
     def init(self, seed: int) -> PyTorchModel:
         """See `ServerModelAlgorithm.init`; no user has trained."""

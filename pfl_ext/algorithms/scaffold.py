@@ -273,14 +273,17 @@ class Scaffold(OnPfl):
                 "SCAFFOLD's option I takes one more pass, which devices have no time for: set "
                 "federated.scaffold_option to II, or devices to none"
             )
-        touched = min(setup.users.num_users, setup.cohort_size * setup.num_rounds)
-        numbers = sum(p.numel() for p in setup.module.parameters() if p.requires_grad)
-        state, most = touched * numbers * 4 / 1e9, setup.options.max_state_gb
+        state, most = cls.state_bytes(setup) / 1e9, setup.options.max_state_gb
         if state > most:
             raise ValueError(
-                f"SCAFFOLD keeps a copy of the model for each of {touched:,} users, {state:,.1f} GB, above "
-                f"federated.max_state_gb = {most:g}: raise it, or choose fedavg or fedprox"
+                f"SCAFFOLD keeps a copy of the model for each of {setup.touched:,} users, {state:,.1f} GB, "
+                f"above federated.max_state_gb = {most:g}: raise it, or choose fedavg or fedprox"
             )
+
+    @classmethod
+    def state_bytes(cls, setup: Setup) -> int:
+        """See `Choice.state_bytes`."""
+        return setup.touched * sum(p.numel() for p in setup.module.parameters() if p.requires_grad) * 4
 
     @classmethod
     def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:

@@ -95,6 +95,12 @@ def _check_enough(config: TrainingConfig) -> None:
         )
 
 
+def error_bytes(config: TrainingConfig, setup: Setup) -> int:
+    """Bytes on disk of the compression errors of all users who train, each of them once."""
+    has_errors = getattr(config.compression.chosen_options, "error_feedback", False)
+    return setup.touched * trained_bytes(setup.module) if has_errors else 0
+
+
 def check_kept(config: TrainingConfig, setup: Setup) -> None:
     """Refuse updates on disk, of users or of a round, that are larger than the config allows; and an attack
     of nobody.
@@ -109,10 +115,10 @@ def check_kept(config: TrainingConfig, setup: Setup) -> None:
             f"or set attack.kind to {HONEST}"
         )
     size, options = trained_bytes(setup.module) / 1e9, config.compression.chosen_options
-    touched = min(users, setup.cohort_size * setup.num_rounds)
-    if getattr(options, "error_feedback", False) and touched * size > options.max_state_gb:
+    errors = error_bytes(config, setup) / 1e9
+    if errors and errors > options.max_state_gb:
         raise ValueError(
-            f"error feedback keeps {touched * size:,.1f} GB for {touched:,} users, above "
+            f"error feedback keeps {errors:,.1f} GB for {setup.touched:,} users, above "
             f"compression.options.max_state_gb = {options.max_state_gb:g}: raise it, choose random_k or "
             "uniform, or set compression.options.error_feedback to false"
         )

@@ -13,6 +13,7 @@ from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.algorithm import Setup
 from pfl_ext.algorithms.scaffold import (
     CHANGE,
     Controls,
@@ -189,14 +190,16 @@ def test_the_state_of_all_users_who_can_come_is_four_bytes_for_each_number(
     gigabytes = 4e-9 * 1000 * min(users, cohort * rounds)
 
     def check(most: float) -> None:
-        people, options = SimpleNamespace(num_users=users), SimpleNamespace(max_state_gb=most)
-        setup: Any = SimpleNamespace(
+        people: Any = SimpleNamespace(num_users=users)
+        network: Any = module
+        setup = Setup(
             users=people,
-            options=options,
-            module=module,
+            options=SimpleNamespace(max_state_gb=most),
+            module=network,
             cohort_size=cohort,
             num_rounds=rounds,
-            devices=None,
+            by_images=False,
+            private=False,
         )
         Scaffold.check(setup)
 

@@ -1,0 +1,56 @@
+"""Whether the disk has room for the files of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.core.config.sections import TrainingConfig
+from dataset.journal import free
+from pfl_ext.algorithms.algorithm import trained_bytes
+from pfl_ext.algorithms.optimizers import OptimizerConfig
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.workers.distributed import from_main, is_main
+
+CHECKPOINTS = 3
+"""The last, the one before it, and the one that is being written."""
+
+
+def least_bytes(config: TrainingConfig, module: ImageClassifier, of_users: int) -> int:
+    """The least bytes on disk that a run needs for checkpoints, users' states and ``model.safetensors``.
+
+    A checkpoint holds the model, the best one, and one number (momentum) or two (adaptive optimisers) for
+    each trained parameter. Frozen layers are counted in ``model.safetensors`` alone: a run on features leaves
+    them out of its checkpoints.
+
+    Args:
+        config: of the run.
+        module: the network before its first step.
+        of_users: bytes of the states of all users who train, each of them once.
+    """
+    server: OptimizerConfig = config.server if config.mode == "federated" else config.centralised
+    moments = (1 if server.momentum else 0) if server.optimizer == "sgd" else 2
+    whole: int = sum(tensor.nbytes for tensor in module.state_dict().values())
+    return CHECKPOINTS * (2 + moments) * trained_bytes(module) + whole + of_users
+
+
+def check_disk(config: TrainingConfig, module: ImageClassifier, of_users: int, directory: Path) -> None:
+    """Refuse a run that worker 0's disk has no room for; files that its checkpoints have already are room.
+
+    Args:
+        config: of the run.
+        module: the network before its first step.
+        of_users: see `least_bytes`.
+        directory: of the run, which need not exist.
+
+    Raises:
+        ValueError: one line with both sizes.
+    """
+    room = None
+    if is_main():
+        room = free(directory.absolute()) + sum(f.stat().st_size for f in directory.glob("checkpoint/*"))
+    room, need = from_main(room), least_bytes(config, module, of_users)
+    if need > room:
+        raise ValueError(
+            f"the files of this run need at least {need / 1e9:.2g} GB in {directory}, where "
+            f"{room / 1e9:.2g} are free: make room, or choose another --run_dir"
+        )
