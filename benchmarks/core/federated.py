@@ -269,19 +269,24 @@ def train_federated(
     if algorithm.engine is not None and is_main():
         print(f"training is computed in {algorithm.engine.arithmetic(precision)}")
     recorder.checkpoints.algorithm = algorithm
+
+    def computed() -> str:
+        kind = "float32" if precision is None else "bfloat16"
+        engine = algorithm.engine
+        return f"{kind}, pfl's own loop" if engine is None else engine.arithmetic(precision)
+
     first, state = recorder.restore(algorithm.init(config.seed))
     for number in range(first, config.federated.num_rounds):
         if number % config.evaluation.every_rounds == 0:
             begin_work(evaluation=number, config=training.config_hash)
             recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
         state, line = algorithm.round(state, number)
+        if number == first:  # the first round decides; a run that goes on after its last has it of its file
+            recorder.arithmetic = computed()
         if seconds := worker_seconds():
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         recorder.step_done(number, line, state)
-    kind = "float32" if precision is None else "bfloat16"
-    recorder.arithmetic = (
-        f"{kind}, pfl's own loop" if algorithm.engine is None else algorithm.engine.arithmetic(precision)
-    )
+    recorder.arithmetic = recorder.arithmetic or computed()
     recorder.engine_check = None if training.check is None else training.check.outcome
     recorder.engine_choice = None if training.tuner is None else training.tuner.outcome
     recorder.traffic = algorithm.bytes(state)._asdict()

@@ -286,6 +286,7 @@ class Recorder:
             **self.files.flushed(),
             "seconds": self.progress.wall_clock,
             "ended": self.ended,
+            "arithmetic": self.arithmetic,
         }
         if self.ledger is not None:
             account["privacy"] = self.ledger.state()
@@ -313,6 +314,7 @@ class Recorder:
         step = int(account["step"])
         lines = self.files.cut(account) if is_main() else 0
         self.progress.earlier_s, self.ended = account["seconds"], account.get("ended", False)
+        self.arithmetic = self.arithmetic or account.get("arithmetic")
         if self.ledger is not None:
             self.ledger.load_state(account["privacy"])
         if self.tracking is not None:

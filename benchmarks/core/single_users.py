@@ -23,7 +23,6 @@ from dataset.store.index import in_another_split
 from pfl_ext.algorithms.own_images import Scores
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.schedule import longest_first
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import apart, begin_work, current
 
 ORDER = {"seen": ("val", "test"), "new": ("test", "val")}
@@ -45,7 +44,7 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
     trained = set(train.user_ids if partition is None else partition.user_ids)
     if experiment.protected().partition is None:  # images of val and test may be theirs, too
         trained |= {in_another_split(user, split) for user in tuple(trained) for split in ("val", "test")}
-    module, found = model.pytorch_model, {}
+    found = {}
     for kind, splits in ORDER.items():
         for name in splits:
             if name == "val" and experiment.followed != "val":
@@ -55,7 +54,7 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
             store = inputs.split(name)
             users = _users(store, trained, kind == "seen")
             if len(users) > 1:
-                found[kind] = {"split": name, **_scored(store, users, module)}
+                found[kind] = {"split": name, **_scored(store, users, model)}
                 break
     return {"clients": found} if found else {}
 
@@ -66,10 +65,10 @@ def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:
     return np.flatnonzero(kind & (np.diff(store.user_offsets) > 0)).astype(np.int64)
 
 
-def _scored(store: ImageStore, users: IntArray, module: ImageClassifier) -> Tree:
+def _scored(store: ImageStore, users: IntArray, model: PyTorchModel) -> Tree:
     offsets, workers = store.user_offsets, current()
     rows = [np.arange(offsets[user], offsets[user + 1]) for user in users.tolist()]
-    scores = Scores(store, rows, module)
+    scores = Scores(store, rows, model)
     sizes = np.array([len(each) for each in rows], np.float64)
     mine = longest_first(sizes, 1 if workers is None else workers.world_size)
     begin_work(single_users=len(users))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,9 +166,10 @@ def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[Float32Array, Tenso
     0..1; their targets; and the network's outputs."""
     store, module, device = view.split("test"), model.pytorch_model, get_default_device()
     images, targets = (torch.from_numpy(part).to(device) for part in store.read(_shown_rows(store)))
-    outputs, truth = module.outputs(images, targets)
+    with model.amp_context or contextlib.nullcontext():
+        outputs, truth = module.outputs(images, targets)
     pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
-    return pixels.cpu().numpy(), truth, outputs
+    return pixels.cpu().numpy(), truth, outputs.float()
 
 
 def _shown_rows(store: ImageStore) -> IntArray:

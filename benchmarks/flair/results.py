@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pfl.metrics import Metrics
@@ -51,7 +53,7 @@ def class_scores(
     per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
     users: Tree = {}
     if config.evaluation.per_user or config.personal.num_epochs:
-        users = write_users(directory, config, model.pytorch_model, task, scores)
+        users = write_users(directory, config, model.pytorch_model, task, scores, model.amp_context)
     counts = task.split("train").label_counts()
     return {
         "per_class_ap": per_class,
@@ -113,11 +115,16 @@ def _personal_tree(config: Config, scores: PersonalScores) -> tuple[Tree, Tree]:
 
 
 def write_users(
-    directory: Path, config: Config, module: ImageClassifier, task: LabelSetView, scored: MultiLabelScores
+    directory: Path,
+    config: Config,
+    module: ImageClassifier,
+    task: LabelSetView,
+    scored: MultiLabelScores,
+    amp: AbstractContextManager[Any] | None = None,
 ) -> Tree:
     """Write ``per_user.json`` and ``plots/per_user.png`` of a model; the summaries for ``results.json``.
 
-    All workers call this, and share the fine-tuning; the first writes.
+    All workers call this, and share the fine-tuning; the first writes. ``amp``: see `personalise`.
 
     Raises:
         ValueError: when no user has as many images as ``personal.min_images``.
@@ -137,7 +144,7 @@ def write_users(
     }
     violins = {"all users": values["O-AP"]}
     if config.personal.num_epochs:
-        personal = personalise(module, store, _personalisation(config))
+        personal = personalise(module, store, _personalisation(config), amp)
         whole["personal"], summary["personal"] = _personal_tree(config, personal)
         for when in ("before", "after"):
             column = np.array(whole["personal"][when]["O-AP"], np.float64)

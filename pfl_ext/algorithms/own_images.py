@@ -5,6 +5,7 @@ Letters: U users, M images that are scored.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from pfl.internal import ops
 from pfl.metrics import Metrics, Weighted
+from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from dataset.arrays import IntArray
@@ -76,11 +78,12 @@ class Scores:
     Args:
         store: has the images.
         held_out: the rows of each scored user's images. There is at least one user, each with one image.
-        module: the network, which is scored with the weights that it has when `add` is called.
+        model: is scored with the weights that it has when `add` is called.
     """
 
-    def __init__(self, store: ImageStore, held_out: Sequence[IntArray], module: ImageClassifier) -> None:
-        self._store, self._held_out, self._module = store, held_out, module
+    def __init__(self, store: ImageStore, held_out: Sequence[IntArray], model: PyTorchModel) -> None:
+        module: ImageClassifier = model.pytorch_model
+        self._store, self._held_out, self._module, self._model = store, held_out, module, model
         self._sizes = np.array([len(rows) for rows in held_out], np.int64)
         self._offsets = np.cumsum([0, *self._sizes.tolist()]).astype(np.int64)
         self._batch = module.task.scored_together
@@ -97,7 +100,8 @@ class Scores:
             part = slice(first, first + self._batch)
             pixels, targets = images[part], annotations[part]
             batch = torch.from_numpy(pixels).to(device), task.collate(targets).to(device)
-            outputs, compared = self._module.outputs(*batch)
+            with self._model.amp_context or contextlib.nullcontext():
+                outputs, compared = self._module.outputs(*batch)
             scored.append(task.scored(outputs.float().cpu(), compared.cpu()))
         losses, predictions = zip(*scored)
         return torch.cat(losses), torch.cat(predictions), annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,12 +190,17 @@ def users_with(store: ImageStore, min_images: int) -> IntArray:
     return chosen
 
 
-def personalise(module: ImageClassifier, store: ImageStore, tuning: Personalisation) -> PersonalScores:
+def personalise(
+    module: ImageClassifier,
+    store: ImageStore,
+    tuning: Personalisation,
+    amp: AbstractContextManager[Any] | None = None,
+) -> PersonalScores:
     """Fine-tune a copy of the model for every user of a split with enough images; score model and copy.
 
     The users are divided among the workers by their images, and every worker has all scores at the end. The
     module is not changed. Randomness is a function of (``split_seed``, user), so that the number of workers
-    changes nothing.
+    changes nothing. ``amp``: in this context models are scored, as the split is; they are tuned without.
 
     Raises:
         ValueError: when no user has ``min_images`` images.
@@ -220,7 +226,7 @@ def personalise(module: ImageClassifier, store: ImageStore, tuning: Personalisat
             (train, held_out), first = parts[place], int(firsts[place])
             rows = np.arange(offsets[place], offsets[place + 1])
             images, annotations = store.read(first + held_out)
-            scored = partial(_statistics, module, num_rows, rows, images, annotations)
+            scored = partial(_statistics, module, num_rows, rows, images, annotations, amp or nullcontext())
             before = before + scored()
             _fine_tune(module, store.read(first + train), names[place], tuning, device)
             after = after + scored()
@@ -263,13 +269,15 @@ def _statistics(
     rows: IntArray,
     images: ByteArray,
     annotations: Annotations,
+    amp: AbstractContextManager[Any],
 ) -> MetricValue:
     """The task's statistics of one user's held-out images."""
     device, size, predictions = module.mean.device, module.task.scored_together, []
     for i in range(0, len(images), size):
         pixels, targets = torch.from_numpy(images[i : i + size]), annotations[i : i + size]
-        outputs, compared = module.outputs(pixels.to(device), module.task.collate(targets).to(device))
-        predictions.append(module.task.scored(outputs.cpu(), compared.cpu())[1])
+        with amp:
+            outputs, compared = module.outputs(pixels.to(device), module.task.collate(targets).to(device))
+        predictions.append(module.task.scored(outputs.float().cpu(), compared.cpu())[1])
     return module.task.statistics(num_rows, rows, predictions, [annotations])
 
 

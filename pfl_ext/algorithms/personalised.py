@@ -199,7 +199,7 @@ class Personalised(ServerModelAlgorithm):
     def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> dict[str, Any]:
         """Scores of one group. ``own``: whether to score users' own models too, besides the server's."""
         held_out = [self.images.held_out[user] for user in users.tolist()]
-        scores = Scores(self.images.users.store, held_out, self.context.model.pytorch_model)
+        scores = Scores(self.images.users.store, held_out, self.context.model)
         with self.clients.dealt(users, number) as mine:
             scores.add("server", mine)
         if not own:

@@ -7,11 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks.core.recorder import Recorder
 from benchmarks.flair.train import main
 from dataset.cli import run
 from dataset.flair.mini import MiniSpec, write_mini
+from pfl_ext.models.classifier import ImageClassifier
 from tests.benchmarks.sparing import sparingly
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
@@ -72,3 +74,17 @@ def train(mini_file: Path, tmp_path: Path) -> Train:
         return train_into(tmp_path / name, mini_file, *argv, code=code, draw=draw)
 
     return call
+
+
+@pytest.fixture
+def scored_by_autocast(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each batch that was scored was scored by torch's autocast."""
+    found, real = list[bool](), ImageClassifier.outputs
+
+    def outputs(self: ImageClassifier, *batch: Any) -> Any:
+        if not torch.is_grad_enabled():
+            found.append(torch.is_autocast_enabled("cpu"))
+        return real(self, *batch)
+
+    monkeypatch.setattr(ImageClassifier, "outputs", outputs)
+    return found

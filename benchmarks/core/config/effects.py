@@ -16,6 +16,7 @@ from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.attacks.attack import HONEST
 from pfl_ext.compression.compressor import PLAIN
 from pfl_ext.models.config import ON_FEATURES
+from pfl_ext.models.decoders import outputs_of
 from pfl_ext.models.small import network_keys
 from pfl_ext.rules import refuse
 from pfl_ext.schedules import READ_BY, ScheduleConfig
@@ -96,7 +97,8 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.model.channel_norm == "data":
         yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
     if config.model.pretrained:
-        yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
+        if outputs_of(config.model.arch) != "pixels":  # its decoder is new, and has norms of these groups
+            yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
     else:
         keys = "model.weights_sha256 model.keep_head"
         yield Idle(keys, "model.pretrained is false", "set model.pretrained to true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,10 +39,10 @@ def user_columns(store: ImageStore, model: PyTorchModel) -> list[dict[str, float
         total = torch.zeros(1, dtype=torch.int64)
         for start in range(first, end, task.scored_together):
             images, masks = store.read(np.arange(start, min(start + task.scored_together, end)))
-            outputs, truth = module.outputs(
-                torch.from_numpy(images).to(device), task.collate(masks).to(device)
-            )
-            total = total + task.scored(outputs.cpu(), truth.cpu())[1].sum(0, keepdim=True)
+            batch = torch.from_numpy(images).to(device), task.collate(masks).to(device)
+            with model.amp_context or contextlib.nullcontext():
+                outputs, truth = module.outputs(*batch)
+            total = total + task.scored(outputs.float().cpu(), truth.cpu())[1].sum(0, keepdim=True)
         columns.append(task.user_columns(total, None))
     return columns
 

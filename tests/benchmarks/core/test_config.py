@@ -318,6 +318,13 @@ def test_a_key_without_effect_is_refused(
     assert message in str(caught.value)
 
 
+def test_groups_of_a_pretrained_segmentation_network_are_those_of_its_decoder() -> None:
+    words = ["--config=camvid-fl", "--model.pretrained=true", "--model.groups=8"]
+    assert SEGMENTATION.parse(words).config.model.groups == 8
+    with pytest.raises(ValueError, match=r"model\.groups has no effect where model\.pretrained is true"):
+        DETECTION.parse([f"--config={DETECTION.settings[0]}", *words[1:]])
+
+
 def test_a_yaml_is_judged_by_itself_and_its_macros_are_not(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("federated:\n  mu: 0.1\n")

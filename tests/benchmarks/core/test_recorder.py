@@ -24,7 +24,7 @@ from dataset.cli import Stopped
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.ranking import Diverged
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import RESNET18, Train
 from tests.benchmarks.core.test_faults import LONG
 from tests.benchmarks.test_train import error_line, lines, results
 
@@ -178,6 +178,18 @@ def test_what_is_not_finite_is_no_score_and_stands_in_no_line() -> None:
         "b": {"d": 1.0},
         "e": "x",
     }
+
+
+def test_a_run_that_goes_on_after_its_last_round_says_how_it_was_trained(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = (*RESNET18, *SHORT, "--local.momentum=0.9", "--local.weight_decay=0.01")
+    whole = train(*argv, name="whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "end", mock.Mock(side_effect=KeyboardInterrupt))
+        train(*argv, code=130)
+    directory = train(*argv)
+    assert results(directory)["arithmetic"] == results(whole)["arithmetic"]
 
 
 def test_a_finished_run_keeps_no_checkpoint_unless_asked(train: Train) -> None:

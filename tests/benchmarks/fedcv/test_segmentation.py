@@ -258,3 +258,11 @@ def test_drawn_outlines_are_where_the_shapes_are() -> None:
             contrast.append(np.abs(inside - outside).max())
     assert len(contrast) > len(masks) / 2
     assert np.median(contrast) > 20, "levels of 255 between a shape and what lies around it"
+
+
+def test_users_are_scored_in_the_precision_of_their_split(
+    train: Train, scored_by_autocast: list[bool]
+) -> None:
+    train("--runtime.precision=bf16", "--runtime.engine=stock", "--evaluation.per_user=true")
+    assert scored_by_autocast
+    assert all(scored_by_autocast)

@@ -116,3 +116,13 @@ def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(
     capsys.readouterr()
     assert run(make_standin, ["--output_file=x.pth"]) == 2
     assert "must end in .safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedper"])
+def test_users_are_scored_in_the_precision_of_their_split(
+    algorithm: str, train: Train, scored_by_autocast: list[bool]
+) -> None:
+    words = ("--runtime.precision=bf16", "--runtime.engine=stock", f"--federated.algorithm={algorithm}")
+    train(*ROUND, *PERSONAL, *words)
+    assert scored_by_autocast
+    assert all(scored_by_autocast)
