@@ -7,8 +7,9 @@ Hugging Face data set with a client column: parquet, or what save_to_disk writes
 (TensorFlow Federated's HDF5), flamby (FLamby's Fed-ISIC2019), fedscale (FedScale's client_data_mapping).
 python -m dataset.convert FORMAT --help says more, docs/own_data.md shows each, step by step.
 
-JPEGs are kept as they are. PNG, WebP and GIF images become JPEGs of --jpeg_quality, or with --storage raw the
-very pixels. What was stopped goes on with the same command; the file has its name when it is complete.
+JPEGs are kept as they are. PNG, WebP, GIF, BMP and TIFF images become JPEGs of --jpeg_quality, or with
+--storage raw the very pixels. What was stopped goes on with the same command; the file has its name when it
+is complete.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add("--image_size", type=side_or_own, default=argparse.SUPPRESS, help=size)
     add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded (full)")
-    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs (95)")
+    add(
+        "--jpeg_quality", type=int, default=95, help="of PNG, WebP, GIF, BMP and TIFF images, made JPEGs (95)"
+    )
     add("--background", choices=BACKGROUNDS, default="white", help="below transparent images (white)")
     add("--upright", action="store_true", help=UPRIGHT)
     bad = "leave out, and list in the file, images that are missing; these and damaged ones; or none (fail)"

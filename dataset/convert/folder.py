@@ -13,7 +13,7 @@ from dataset.convert.text import SPLIT_NAMES, Names, header_of, shown, split_nam
 from dataset.store.annotations import Kind
 from dataset.store.index import TAXONOMIES
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
 
 
