@@ -193,7 +193,6 @@ WORDS = [
     (f"leaf --source=own/labels.csv {OUT}", "own/labels.csv: it has 'p' in the place of {"),
     (f"tff --source=own {OUT}", "--source own is neither an HDF5 file nor a folder with *.h5"),
     (f"tff --source=own/labels.csv {OUT}", "own/labels.csv is not an HDF5 file"),
-    (f"hf --source=own {OUT}", "required: --client_column"),
     (HF, "--source own holds neither *.parquet nor what save_to_disk writes"),
     (f"hf --source=own/labels.csv --client_column=c {OUT}", "own/labels.csv cannot be read as parquet"),
     (
