@@ -56,7 +56,7 @@ class Options:
     """The class names of each annotation, in order; see `dataset.store.columns.build_index`."""
     workers: int = 2
     block_images: int = 2048  # the most that is lost when a preprocessing is killed
-    transcode: Transcoding | None = None  # of PNG, WebP and GIF images; None: they are bad images
+    transcode: Transcoding | None = None  # of PNG, WebP, GIF, BMP and TIFF images; None: they are bad images
     tool: str = "dataset.preprocess"  # the command, for the provenance
     ids_are_positions: bool = False
     """Image ids are positions in their split: images stay in the source's order, and two splits may have the

@@ -62,7 +62,9 @@ class Trained:
         return int(config.data.image_size)
 
     def read(self, paths: Iterable[str | Path]) -> Tensor:
-        """JPEG, PNG, WebP or GIF files as the run read its images: uint8 ``[B, S, S, 3]``, squashed to S.
+        """Image files as the run read its images: uint8 ``[B, S, S, 3]``, squashed to S.
+
+        They are JPEG, PNG, WebP, GIF, BMP or TIFF.
 
         Raises:
             ValueError: for a file that is no such image; the message names it.

@@ -7,8 +7,9 @@ Hugging Face data set with a client column: parquet, or what save_to_disk writes
 (TensorFlow Federated's HDF5), flamby (FLamby's Fed-ISIC2019), fedscale (FedScale's client_data_mapping).
 python -m dataset.convert FORMAT --help says more, docs/own_data.md shows each, step by step.
 
-JPEGs are kept as they are. PNG, WebP and GIF images become JPEGs of --jpeg_quality, or with --storage raw the
-very pixels. What was stopped goes on with the same command; the file has its name when it is complete.
+JPEGs are kept as they are. PNG, WebP, GIF, BMP and TIFF images become JPEGs of --jpeg_quality, or with
+--storage raw the very pixels. What was stopped goes on with the same command; the file has its name when it
+is complete.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add("--image_size", type=side_or_own, default=argparse.SUPPRESS, help=size)
     add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded (full)")
-    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs (95)")
+    add(
+        "--jpeg_quality", type=int, default=95, help="of PNG, WebP, GIF, BMP and TIFF images, made JPEGs (95)"
+    )
     add("--background", choices=BACKGROUNDS, default="white", help="below transparent images (white)")
     add("--upright", action="store_true", help=UPRIGHT)
     bad = "leave out, and list in the file, images that are missing; these and damaged ones; or none (fail)"
@@ -91,9 +94,11 @@ def _classes(arguments: argparse.Namespace) -> list[str] | None:
 def _folder(arguments: argparse.Namespace) -> Found:
     """Images in folders by client, or listed by a CSV with the columns path, client, label.
 
-    Without --labels the folder holds client/class/file, or split/client/class/file. A CSV may have a column
-    split (train, val, validation, test) and one of fine labels, fine_label. Several labels of an image stand
-    in columns labels and fine_labels, with a semicolon between them.
+    Without --labels the folder holds client/class/file, or split/client/class/file. In class/file, or
+    split/class/file, there are no clients: one user owns each split, and clients are dealt afterwards.
+
+    A CSV may have a column split (train, val, validation, test) and one of fine labels, fine_label. Several
+    labels of an image stand in columns labels and fine_labels, with a semicolon between them.
     """
     images, names = Folder("--images", arguments.images), {"labels": Names(_classes(arguments))}
     if arguments.labels is None:
@@ -144,9 +149,12 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def _hf(arguments: argparse.Namespace) -> Found:
-    """A Hugging Face data set with a client column: local parquet files, or a folder of save_to_disk."""
+    """A Hugging Face data set: local parquet files, or a folder of save_to_disk.
+
+    Without --client_column one user owns each split, and clients are dealt afterwards.
+    """
     columns = hf.Columns(
-        arguments.client_column,
+        arguments.client_column or "",
         arguments.image_column,
         arguments.label_column,
         arguments.fine_column or "",
@@ -159,7 +167,7 @@ def _hf(arguments: argparse.Namespace) -> Found:
 def _add_hf(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", type=Path, required=True, help="a folder, or a .parquet or .arrow file")
-    add("--client_column", required=True, help="whose each image is: text, or whole numbers")
+    add("--client_column", help="whose each image is: text, or whole numbers")
     add("--image_column", default="image", help="the images' bytes (image)")
     add("--label_column", default="label", help="a class, its name or its number, or a list of them (label)")
     add("--fine_column", help="the same of finer labels")
@@ -235,8 +243,8 @@ FORMATS: Mapping[str, tuple[Reader, Callable[[argparse.ArgumentParser], None]]] 
 }
 
 
-def _dealing(arguments: argparse.Namespace, has_splits: bool) -> Dealing:
-    """How images come into splits.
+def _dealing(arguments: argparse.Namespace, has_splits: bool, clients: bool) -> Dealing:
+    """How images come into splits; without ``clients`` by image, unless the arguments say otherwise.
 
     Raises:
         ValueError: for an option that has no effect.
@@ -255,7 +263,7 @@ def _dealing(arguments: argparse.Namespace, has_splits: bool) -> Dealing:
                     f"--{name} has no effect, as nothing is dealt: give a share, or --splits deal"
                 )
     seed = 0 if arguments.seed is None else arguments.seed
-    return Dealing(keep, arguments.split_by or "users", shares, seed)
+    return Dealing(keep, arguments.split_by or ("users" if clients else "images"), shares, seed)
 
 
 def _storage(arguments: argparse.Namespace, side: int | None) -> tuple[str, int | None]:
@@ -305,7 +313,7 @@ def main(argv: Sequence[str]) -> None:
         "licence": "the source's",
         "users_without_images": len(found.empty_users),
     }
-    source = assembled(found, _dealing(arguments, has_splits), provenance)
+    source = assembled(found, _dealing(arguments, has_splits, found.clients), provenance)
     options = Options(
         output,
         storage,  # type: ignore[arg-type]
@@ -318,10 +326,10 @@ def main(argv: Sequence[str]) -> None:
         tool=f"dataset.convert {arguments.format}",
     )
     make(source, options)
-    _say(output)
+    _say(output, found.clients)
 
 
-def _say(output: Path) -> None:
+def _say(output: Path, clients: bool) -> None:
     """What the file holds, and what trains on it."""
     with DataFile(output) as file:
         for name in file.splits:
@@ -337,6 +345,13 @@ def _say(output: Path) -> None:
     target, scale, cohort = ("flair-fl", "small", 20) if several else ("vision-fl", "mini", 10)
     if missing:
         print(f"make {target} needs {missing[0]}: convert with --{missing[0]}_share {SHARE}", file=sys.stderr)
+        return
+    if not clients:
+        print(
+            "the source names no clients, so that one user owns each split: python -m dataset.partitions "
+            "deals its images, and training by --data.partition lda-1-clients-10-seed-0",
+            file=sys.stderr,
+        )
         return
     few = f" --federated.cohort_size {users}" if users < cohort else ""
     print(f'train on it: make {target} DATA={output} ARGS="--scale {scale}{few}"', file=sys.stderr)

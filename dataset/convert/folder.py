@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from dataset.convert.files import FileRows, Folder
-from dataset.convert.source import Found, Part
+from dataset.convert.source import NO_CLIENT, Found, Part
 from dataset.convert.text import SPLIT_NAMES, Names, header_of, shown, split_named, table_rows
 from dataset.store.annotations import Kind
 from dataset.store.index import TAXONOMIES
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
 
 
@@ -112,7 +112,8 @@ def unread_columns(table: Path, columns: Columns) -> list[str]:
 
 
 def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
-    """The images of ``client/class/file`` or ``split/client/class/file``.
+    """The images of ``client/class/file`` or ``split/client/class/file``; or, without clients, of
+    ``class/file`` or ``split/class/file``.
 
     The first folders are splits if all of them have names of splits. Hidden files and those that operating
     systems leave behind are ignored.
@@ -132,6 +133,13 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
     _refuse_images(folder, PurePosixPath())
     kinds = _kinds(False, "")
     rows, empty = FileRows(folder, kinds, names), []
+    classes = [path for top in tops for path in _inside(folder, top)] if called else tops
+    classes = [path for path in classes if _is_folder(folder, path)]
+    if classes and all(_holds_images_alone(folder, path) for path in classes):
+        for path in classes:
+            _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
+        part = rows.part(str(folder.root), lambda row: str(folder.root))
+        return Found([part], kinds, names, rows.num_bytes, clients=False)
     for top in tops:
         split = SPLIT_NAMES[top.name] if called else None
         clients = [p for p in _inside(folder, top) if _is_folder(folder, p)] if called else [top]
@@ -151,15 +159,28 @@ def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows:
     count = 0
     _refuse_images(folder, client)
     for label in _inside(folder, client):
-        if not _is_folder(folder, label):
-            continue
-        for file in _inside(folder, label):
-            where = str(folder.root / file)
-            if _is_folder(folder, file):
-                raise ValueError(f"{where} is a folder: images lie in client/class/, no deeper")
-            rows.put(where, client.name, str(file), split, [label.name])
-            count += 1
+        if _is_folder(folder, label):
+            count += _walk_class(folder, label, client.name, split, rows)
     return count
+
+
+def _walk_class(folder: Folder, label: PurePosixPath, client: str, split: str | None, rows: FileRows) -> int:
+    """Add the images of a client's class, and return their number."""
+    count = 0
+    for file in _inside(folder, label):
+        where = str(folder.root / file)
+        if _is_folder(folder, file):
+            raise ValueError(f"{where} is a folder: images lie in client/class/, no deeper")
+        rows.put(where, client, str(file), split, [label.name])
+        count += 1
+    return count
+
+
+def _holds_images_alone(folder: Folder, path: PurePosixPath) -> bool:
+    """Whether a folder has images, and no folder."""
+    inside = [*_inside(folder, path)]
+    images = any(file.suffix.lower() in IMAGE_SUFFIXES for file in inside)
+    return images and not any(_is_folder(folder, file) for file in inside)
 
 
 def _inside(folder: Folder, path: PurePosixPath) -> Iterator[PurePosixPath]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import Names, checked_text, shown, split_by_names, split_named
+from dataset.convert.source import NO_CLIENT, Found, Part, Rows
+from dataset.convert.text import Names, checked_text, say_splits, shown, split_by_names, split_named
 from dataset.fetch import parquet, source
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
@@ -28,7 +28,7 @@ MAX_STATE_BYTES = 1 << 24
 class Columns:
     """The names of a data set's columns. An empty name means that there is no such column."""
 
-    client: str
+    client: str = ""
     image: str = "image"
     label: str = "label"
     fine: str = ""
@@ -191,7 +191,10 @@ def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
         for own, form in zip(owns, forms):
             own.append(Names(form.names, numbered=True) if form.names else None)
     parts = [_part(file, columns, kinds, names, own) for file, own in zip(files, owns)]
-    return Found(parts, kinds, names, sum(file.path.stat().st_size for file in files))
+    if not columns.split:
+        say_splits(place, [(file.path, file.split) for file in files])
+    size = sum(file.path.stat().st_size for file in files)
+    return Found(parts, kinds, names, size, clients=bool(columns.client))
 
 
 @dataclass(frozen=True)
@@ -233,14 +236,14 @@ def _part(
     """The records of one file, whose class numbers have names of its own, or those of all files."""
     rows = Rows(kinds, names)
     others = [name for name in (columns.split, columns.image_id) if name]
-    asked = list(dict.fromkeys([columns.client, *columns.labels, *others]))
+    asked = list(dict.fromkeys([*filter(None, [columns.client]), *columns.labels, *others]))
     number = 0
     for batch in file.batches([*asked, columns.image]):
         lists = {name: batch.column(name).to_pylist() for name in asked}
         for row in range(len(batch)):
             where = f"{file.path}, row {number}"
             split = split_named(lists[columns.split][row], where) if columns.split else file.split
-            client = _id(lists[columns.client][row], "client", where)
+            client = _id(lists[columns.client][row], "client", where) if columns.client else NO_CLIENT
             image = f"{file.name}/{number}"
             if columns.image_id:
                 image = _id(lists[columns.image_id][row], "image id", where)

@@ -19,6 +19,8 @@ from dataset.store.annotations import Kind
 from dataset.store.columns import ID_COLUMNS, schema
 from dataset.store.index import FOUND_CLASSES
 
+NO_CLIENT = "all"
+"""The user of all images of a source without clients."""
 _CHUNK = 1 << 14
 
 
@@ -53,6 +55,7 @@ class Found:
         side: side of square arrays of pixels; 0: other shapes; None: the images are files, such as JPEGs.
         empty_users: users that the source lists without an image.
         notes: notes for the provenance.
+        clients: whether the source says whose each image is; if not, all are of the user `NO_CLIENT`.
     """
 
     parts: Sequence[Part]
@@ -62,6 +65,7 @@ class Found:
     side: int | None = None
     empty_users: Sequence[str] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
+    clients: bool = True
 
 
 class Rows:

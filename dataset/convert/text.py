@@ -85,24 +85,31 @@ def split_in_name(path: PurePath) -> str | None:
 
 
 def split_by_names(root: Path, paths: Sequence[Path]) -> list[str | None]:
-    """The split that each file's path below ``root`` names; a line on the screen says which is which.
+    """The split that each file's path below ``root`` names.
 
     Raises:
         ValueError: for a path that names two splits, or none where others name one.
     """
-    inside = [path.relative_to(root) for path in paths]
-    splits = [split_in_name(path) for path in inside]
-    of = {split: [path for path, own in zip(inside, splits) if own == split] for split in splits}
-    if None in of and len(of) > 1:
+    splits = [split_in_name(path.relative_to(root)) for path in paths]
+    if None in splits and len(set(splits)) > 1:
         raise ValueError(
-            f"{root / of[None][0]} has no split ({', '.join(_SPLIT_WORDS)}) in its name, others have one: "
-            "rename or move it"
+            f"{paths[splits.index(None)]} has no split ({', '.join(_SPLIT_WORDS)}) in its name, others have "
+            "one: rename or move it"
         )
+    return splits
+
+
+def say_splits(root: Path, files: Sequence[tuple[Path, str | None]]) -> None:
+    """A line on the screen that says which file of a folder was taken for which split."""
+    if not root.is_dir():
+        return
+    of: dict[str | None, list[Path]] = {}
+    for path, split in files:
+        of.setdefault(split, []).append(path.relative_to(root))
     more = {split: f" and {len(own) - 1:,} more" if len(own) > 1 else "" for split, own in of.items()}
     parts = "; ".join(f"{split} is {own[0]}{more[split]}" for split, own in of.items())
     said = "no name has one, so that images are dealt" if None in of else parts
     print(f"splits by the names of files: {said}", file=sys.stderr)
-    return splits
 
 
 class Names:

@@ -11,9 +11,9 @@ not after days of training, or never, since most decoders hide it. For all of FL
 two cores, once. --verify header reads only headers and end markers, which finds files that are cut off or are
 no images. With --storage raw every image is decoded anyway, in the second pass.
 
-PNG, WebP and GIF images become JPEGs of --jpeg_quality (or pixels, with --storage raw). Transparent images
-are laid over --background, 16 bits become 8, and of an animation the first frame is taken. The counts are
-printed and recorded in the file.
+PNG, WebP, GIF, BMP and TIFF images become JPEGs of --jpeg_quality (or pixels, with --storage raw).
+Transparent images are laid over --background, 16 bits become 8, and of an animation the first frame is
+taken. The counts are printed and recorded in the file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--source", default="hf", help="hf: apple/flair on Hugging Face; apple: Apple's; or a folder")
     add("--not_group_data_by_user", action="store_true", help="keep the source's order (centralised)")
-    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs")
+    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP, GIF, BMP and TIFF images, made JPEGs")
     add("--upright", action="store_true", help=UPRIGHT)
     add("--background", choices=BACKGROUNDS, default="white", help="below transparent images")
     bad = "skip leaves them out and lists them"

@@ -57,6 +57,7 @@ class Statistics:
     images: int
     classes: int  # that occur
     images_left_out: int  # without exactly one label
+    images_of_nobody: int  # that belong to no client of the partition
     taxonomy: str  # whose labels are the classes
     images_per_client: Spread
     classes_per_client: Spread
@@ -138,6 +139,7 @@ def _measured(task: SingleLabelView, split: str) -> tuple[Statistics, Dealt]:
     owner = np.repeat(np.arange(len(sizes)), sizes)
     distance, held = distances(store.classes, owner, len(sizes))
     mixed = np.random.default_rng(0).permutation(store.classes)
+    left_out = task.num_left_out(split)
     tenth = np.sort(sizes)[::-1][: -(-len(sizes) // 10)]
     name = task.partition or OWN_USERS
     statistics = Statistics(
@@ -146,7 +148,8 @@ def _measured(task: SingleLabelView, split: str) -> tuple[Statistics, Dealt]:
         clients=len(sizes),
         images=store.num_images,
         classes=int((store.label_counts() > 0).sum()),
-        images_left_out=task.num_left_out(split),
+        images_left_out=left_out,
+        images_of_nobody=task.file.split(split).num_images - store.num_images - left_out,
         taxonomy=task.taxonomy,
         images_per_client=Spread.of(sizes),
         classes_per_client=Spread.of(held),
@@ -200,5 +203,11 @@ def as_text(rows: Sequence[Statistics]) -> str:
         f"images are left out, as they have no class in {row.taxonomy}, or several labels"
         for row in rows
         if row.images_left_out
+    ]
+    lines += [
+        f"{row.split} dealt by {row.name}: {row.images_of_nobody:,} of "
+        f"{row.images + row.images_left_out + row.images_of_nobody:,} images belong to no client"
+        for row in rows
+        if row.images_of_nobody
     ]
     return "\n".join(lines)

@@ -3,11 +3,11 @@
 Shape letters: N images, S side in pixels. One definition of "this image at S x S" serves the preprocessing
 and the reader, so that raw storage at S and JPEG storage read at S hold the same pixels, bit for bit.
 
-A file keeps the bytes of JPEGs unchanged. PNG, WebP and GIF images are decoded and encoded as JPEG, without
-chroma subsampling, at a quality that the file records. Features that a JPEG cannot have are converted by
-rule: transparent images are laid over a background, 16 bits become 8 by dropping the lower byte, and of an
-animation the first frame is taken. Colour profiles are ignored, as they are for JPEGs, and so is the
-orientation that a camera notes, unless images are to stand upright.
+A file keeps the bytes of JPEGs unchanged. PNG, WebP, GIF, BMP and TIFF images are decoded and
+encoded as JPEG, without chroma subsampling, at a quality that the file records. Features that a JPEG cannot
+have are converted by rule: transparent images are laid over a background, 16 bits become 8 by dropping the
+lower byte, and of an animation the first frame is taken. Colour profiles are ignored, as they are for JPEGs,
+and so is the orientation that a camera notes, unless images are to stand upright.
 """
 
 from __future__ import annotations
@@ -165,7 +165,14 @@ _UNDECODABLE = (
 Background = Literal["white", "black", "grey"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 _LEVELS = {"white": 255, "black": 0, "grey": 128}
-_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "PNG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
+_SIGNATURES = {
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+}
 _PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length, name and size in IHDR
 
 
@@ -202,8 +209,8 @@ class Transcoding:
     upright: bool = False
 
     def changes(self, data: bytes | memoryview) -> bool:
-        """Whether an image is not kept as it is."""
-        return other_format(data) is not None or (self.upright and orientation(data) in _TURNS)
+        """Whether an image is not kept as it is: it is no JPEG, or is to be turned."""
+        return bytes(data[:2]) != _START or (self.upright and orientation(data) in _TURNS)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 100:
@@ -211,7 +218,7 @@ class Transcoding:
 
 
 def other_format(data: bytes | memoryview) -> str | None:
-    """``PNG``, ``WEBP`` or ``GIF``; None for a JPEG and for anything else."""
+    """``PNG``, ``WEBP``, ``GIF``, ``BMP`` or ``TIFF``; None for a JPEG and for anything else."""
     head = bytes(data[:12])
     if head[:4] == b"RIFF" and head[8:] == b"WEBP":
         return "WEBP"
@@ -246,7 +253,7 @@ def to_pixels(data: bytes | memoryview, background: Background, upright: bool = 
         return np.asarray(Image.fromarray(pixels).transpose(turn)), f"{note}, turned upright"
     name = other_format(data)
     if name is None:
-        raise ValueError("it is none of JPEG, PNG, WebP and GIF" if data else "it is empty")
+        raise ValueError("it is none of JPEG, PNG, WebP, GIF, BMP and TIFF" if data else "it is empty")
     data = bytes(data)
     try:
         with Image.open(io.BytesIO(data), formats=[name]) as image:
@@ -257,6 +264,8 @@ def to_pixels(data: bytes | memoryview, background: Background, upright: bool = 
             if getattr(image, "is_animated", False):
                 note += ", its first frame"
                 image.seek(0)
+            if name == "TIFF" and image.mode in ("I", "F"):
+                raise ValueError("its numbers have 32 bits, and no known range: save it with 8 or 16")
             if image.mode.startswith("I"):  # 16 bits of grey
                 levels = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
                 return np.repeat(levels[:, :, None], 3, axis=2), note

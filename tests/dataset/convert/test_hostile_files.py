@@ -222,7 +222,7 @@ TABLES: list[tuple[Callable[[], None], str]] = [
     (table(label=[[0], [1, None], [2]]), f"{ROW} has no value in the column 'label'"),
     (table(label=[0.5, 1.5, 2.5]), "row 0 has the label 0.5, which is neither text nor a whole number"),
     (table(image=[[1, 2], [3], [4]]), "the column 'image' holds list<"),
-    (table(image=[{"bytes": b"x", "path": "/etc/passwd"}] * 3), "row 0: it is not a JPEG"),
+    (table(image=[{"bytes": b"x", "path": "/etc/passwd"}] * 3), "row 0: it is none of JPEG, PNG, "),
     (
         table(image=[{"bytes": one, "path": ""} for one in (None, b"x", b"x")]),
         "row 0: it is listed, but its file is missing",

@@ -9,9 +9,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dataset.partitions.drawn import read_name
+from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
+from dataset.store.index import PartitionIndex
 from dataset.store.validate import validate
-from tests.dataset.convert.made_sources import convert, plain, shown, write_csv, write_folder, write_image
+from dataset.store.views import SingleLabelView
+from tests.dataset.convert.made_sources import (
+    convert,
+    label_of,
+    plain,
+    shown,
+    write_csv,
+    write_folder,
+    write_image,
+)
+from tests.dataset.convert.test_formats import write_hf
 
 NUMBERS = range(1, 13)
 DEAL = "--split_by=images --val_share=0 --test_share=0.3"
@@ -20,12 +33,56 @@ DEAL = "--split_by=images --val_share=0 --test_share=0.3"
 def test_one_name_is_one_client_and_one_class_however_it_is_typed(tmp_path: Path) -> None:
     """As folders of macOS are beside those of others."""
     root = write_folder(tmp_path / "own", NUMBERS)
-    for number, (client, label) in enumerate([("Zo\u00eb", "th\u00e9"), ("Zoe\u0308", "the\u0301")]):
+    for number, (client, label) in enumerate([("Zo\u00eb", "\u00e9"), ("Zoe\u0308", "e\u0301")]):
         write_image(root / client / label / f"new{number}.jpg", 20 + number)
     convert(f"folder --images {root} {DEAL}", tmp_path / "f.hdf5")
     found = shown(tmp_path / "f.hdf5")
     assert {plain(found[n][1]) for n in (20, 21)} == {"Zo\u00eb"}
-    assert {found[n][2] for n in (20, 21)} == {"th\u00e9"}
+    assert {found[n][2] for n in (20, 21)} == {"\u00e9"}
+
+
+@pytest.mark.parametrize("splits", [("",), ("train", "test")])
+def test_a_folder_of_classes_has_one_user_a_split_whose_images_are_dealt(
+    splits: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in splits:
+        for number in NUMBERS:
+            at = number + 100 * (split == "test")
+            write_image(tmp_path / "own" / split / label_of(number) / f"{at}.jpg", at)
+    convert(f"folder --images {tmp_path / 'own'}", tmp_path / "f.hdf5")
+    assert "the source names no clients, so that one user owns each split" in capsys.readouterr().err
+    check_one_user(tmp_path / "f.hdf5", len(NUMBERS) * len(splits))
+    write_image(tmp_path / "own" / splits[0] / "cat" / "deeper" / "x.jpg", 99)
+    convert(f"folder --images {tmp_path / 'own'}", tmp_path / "g.hdf5", 2)
+
+
+def check_one_user(path: Path, images: int) -> None:
+    found = shown(path)
+    assert len(found) == images
+    assert all(label == label_of(number % 100) for number, (_, _, label) in found.items())
+    assert {(split, user) for split, user, _ in found.values()} <= {
+        ("train", "all"),
+        ("val", "val-all"),
+        ("test", "test-all"),
+    }
+    with DataFile(path) as file:
+        dealt = SingleLabelView(file, partition="iid-clients-3-seed-0", dealt=drawn(file))
+        assert len(dealt.split("train").user_ids) == 3
+
+
+def drawn(file: DataFile) -> PartitionIndex:
+    recipe = read_name("iid-clients-3-seed-0")
+    assert recipe is not None
+    return drawn_of(file, recipe)
+
+
+def test_parquet_without_a_client_column_has_one_user_a_split(tmp_path: Path) -> None:
+    write_hf(tmp_path / "own" / "train-0.parquet", NUMBERS)
+    write_hf(tmp_path / "own" / "test-0.parquet", range(101, 113))
+    convert(f"hf --source {tmp_path / 'own'}", tmp_path / "f.hdf5")
+    found = shown(tmp_path / "f.hdf5")
+    assert {found[number][:2] for number in NUMBERS} == {("train", "all")}
+    assert {found[number][:2] for number in range(101, 113)} == {("test", "test-all")}
 
 
 def test_labels_with_semicolons_are_pointed_to_several(

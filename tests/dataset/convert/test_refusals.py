@@ -111,7 +111,7 @@ ROWS: list[tuple[Callable[[], None], str]] = [
     (link("."), f"{LINE}: 5.png is no file"),
     (linked_folder, f"{LINE}: sub/5.png leads out of --images own/images by a link"),
     (image(b""), f"{LINE}: it is empty"),
-    (image(b"neither"), f"{LINE}: it is not a JPEG (no start marker)"),
+    (image(b"neither"), f"{LINE}: it is none of JPEG, PNG, WebP, GIF, BMP and TIFF"),
     (lambda: image(Path("own/images/4.png").read_bytes()[:60])(), f"{LINE}: it cannot be decoded"),
     (image(bomb()), f"{LINE}: it cannot be decoded (Image size (900000000 pixels) exceeds"),
     (replaced(",bob,eel", ",,eel"), f"{LINE} has an empty client"),
@@ -193,7 +193,6 @@ WORDS = [
     (f"leaf --source=own/labels.csv {OUT}", "own/labels.csv: it has 'p' in the place of {"),
     (f"tff --source=own {OUT}", "--source own is neither an HDF5 file nor a folder with *.h5"),
     (f"tff --source=own/labels.csv {OUT}", "own/labels.csv is not an HDF5 file"),
-    (f"hf --source=own {OUT}", "required: --client_column"),
     (HF, "--source own holds neither *.parquet nor what save_to_disk writes"),
     (f"hf --source=own/labels.csv --client_column=c {OUT}", "own/labels.csv cannot be read as parquet"),
     (
@@ -233,7 +232,7 @@ FOLDERS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: Path("own/bob/cat/x.txt").write_text("x"),
-        "cannot be used, own: it is not a JPEG (no start marker)",
+        "cannot be used, own: it is none of JPEG, PNG, WebP, GIF, BMP and TIFF",
     ),
     (lambda: os.mkfifo("own/bob/cat/x.jpg"), "own/bob/cat/x.jpg: bob/cat/x.jpg is no file"),
     (lambda: Path("own/bob/cat/x.jpg").symlink_to("/etc/passwd"), "leads out of --images own by a link"),

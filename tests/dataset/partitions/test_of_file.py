@@ -59,6 +59,15 @@ def test_what_would_be_drawn_is_shown_beside_what_the_file_holds(
         assert set(file.split("train").partitions) == {"crossed", "geo-100"}, "the file is as it was"
 
 
+def test_images_of_no_client_are_counted(path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that a CSV does not list, and those that equal shards leave over."""
+    assert run(main, [str(path), f"--csv={csv}", "--partition=shards=2,iid", "--clients=3"]) == 0
+    said = capsys.readouterr().out
+    assert "train dealt by cities: 4 of 7 images belong to no client" in said
+    assert "train dealt by shards-2-clients-3-seed-0: 1 of 7 images belong to no client" in said
+    assert "iid-clients-3-seed-0: " not in said
+
+
 def test_a_copy_holds_the_new_partitions_and_all_that_was_there(
     path: Path, csv: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

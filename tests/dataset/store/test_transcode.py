@@ -56,6 +56,14 @@ def gif(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels), "GIF")
 
 
+def bmp(pixels: ByteArray) -> bytes:
+    return saved(Image.fromarray(pixels), "BMP")
+
+
+def tiff(pixels: ByteArray) -> bytes:
+    return saved(Image.fromarray(pixels), "TIFF", compression="tiff_lzw")
+
+
 def animation(pixels: ByteArray) -> bytes:
     other = Image.fromarray(255 - pixels)
     return saved(Image.fromarray(pixels), "GIF", save_all=True, append_images=[other, other])
@@ -94,6 +102,8 @@ MAKERS: dict[str, tuple[Make, str]] = {
     "webp": (webp, "WebP"),
     "gif": (gif, "GIF"),
     "animation": (animation, "GIF, its first frame"),
+    "bmp": (bmp, "BMP"),
+    "tiff": (tiff, "TIFF"),
     "rgba": (rgba, "PNG, laid over white"),
     "grey16": (grey16, "PNG of 16 bits"),
     "rgb16": (rgb16, "PNG of 16 bits"),
@@ -139,7 +149,8 @@ def test_sixteen_bits_become_eight_over_the_whole_range() -> None:
         (gif(draw(7))[:40], "it cannot be decoded"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "it cannot be decoded"),
         (saved(Image.new("1", (9000, 9000)), "PNG"), "it declares 9000 x 9000 pixels in"),
-        (b"<html>", "it is none of JPEG, PNG, WebP and GIF"),
+        (b"<html>", "it is none of JPEG, PNG, WebP, GIF, BMP and TIFF"),
+        (saved(Image.new("F", (4, 4)), "TIFF"), "its numbers have 32 bits"),
         (b"", "it is empty"),
     ],
 )
@@ -153,7 +164,8 @@ def test_an_image_wider_than_a_jpeg_can_be_is_a_clause() -> None:
         to_jpeg(saved(Image.new("1", (65_536, 1)), "PNG"), Transcoding())
 
 
-@given(st.sampled_from([png, webp, gif]), st.data())
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, for a damaged TIFF
+@given(st.sampled_from([png, webp, gif, bmp, tiff]), st.data())
 def test_damaged_bytes_are_pixels_or_a_clause(make: Make, data: st.DataObject) -> None:
     content = bytearray(make(draw(7)))
     for _ in range(3):
@@ -176,7 +188,8 @@ def mixed() -> list[Record]:
 
 
 COUNTS = {
-    "GIF": 1, "GIF, its first frame": 1, "PNG": 3, "PNG of 16 bits": 2, "PNG, laid over white": 1, "WebP": 1,
+    "BMP": 1, "TIFF": 1, "GIF": 1, "GIF, its first frame": 1, "PNG": 3, "PNG of 16 bits": 2,
+    "PNG, laid over white": 1, "WebP": 1,
 }  # fmt: skip
 
 
@@ -189,7 +202,7 @@ def test_a_source_of_many_formats_is_preprocessed_and_says_what_it_did(
     words = [f"--source={folder}", f"--output_file={output}", f"--storage={storage}", "--jpeg_quality=90"]
     assert run(main, words + ([f"--image_size={SIDE}"] if storage == "raw" else [])) == 0
     validate(output)
-    line = next(one for one in capsys.readouterr().err.splitlines() if one.startswith("9 images become "))
+    line = next(one for one in capsys.readouterr().err.splitlines() if one.startswith("11 images become "))
     assert ("become JPEGs of quality 90" in line) == (storage == "jpeg")
     assert all(f"{count} {note}" in line for note, count in COUNTS.items())
     with DataFile(output) as file:
@@ -269,5 +282,6 @@ def test_damaged_exif_is_none() -> None:
 def test_jpegs_are_told_from_the_rest_by_their_first_bytes() -> None:
     drawn = draw(7)
     assert other_format(saved(Image.fromarray(drawn), "JPEG")) is None
-    assert [other_format(make(drawn)) for make in (png, webp, gif)] == ["PNG", "WEBP", "GIF"]
-    assert other_format(saved(Image.fromarray(drawn), "BMP")) is None
+    names = [other_format(make(drawn)) for make in (png, webp, gif, bmp, tiff)]
+    assert names == ["PNG", "WEBP", "GIF", "BMP", "TIFF"]
+    assert other_format(b"<html>") is None
