@@ -29,45 +29,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.flair.config import parse
-from benchmarks.flair.train import main as train
 from dataset.cli import run
-from dataset.flair.mini import MiniSpec, write_mini
 from pfl_ext import checkpoint
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import NoisyMean, PrivateMean
+from tests.campaigns.kinds import COHORT, COMMON, KINDS, SPEC, subject_of
 from tests.campaigns.lives import After, At, Phases, live
-
-SPEC = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
-COHORT = 4
-COMMON = (
-    "--model.arch=squeezenet1_1",  # 0.7 million parameters: writing them takes long enough to be killed in
-    "--data.image_size=20",
-    "--model.input_size=18",
-    "--runtime.checkpoint_every=3",
-    "--runtime.keep_checkpoints=true",
-    "--runtime.progress=false",
-)
-FEDERATED = (f"--federated.cohort_size={COHORT}", "--evaluation.every_rounds=2")
-PRIVATE = (
-    *FEDERATED,
-    "--config=pfl-r-17",
-    "--seed=0",
-    "--privacy.epsilon=50",
-    "--privacy.delta=0.01",
-    "--privacy.noise_cohort_size=10",
-    "--privacy.indicator_std_fraction=0.5",
-)
-KINDS = {
-    "fl": (*FEDERATED, "--config=fl-r-17"),
-    "momentum": (*PRIVATE, "--server.optimizer=sgd", "--server.momentum=0.9", "--server.learning_rate=0.5"),
-    "pfl": PRIVATE,
-    "secret": tuple(word for word in PRIVATE if not word.startswith("--seed")),
-    "centralised": ("--config=c-r-17", "--centralised.batch_size=16"),
-    "scaffold": (*FEDERATED, "--config=fl-r-17", "--federated.algorithm=scaffold"),
-}
-"""``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping;
-``secret`` the same with noise from entropy."""
 
 ROUND = "benchmarks.core.execute:train_federated"
 PHASES = {
@@ -183,7 +150,7 @@ def check_releases(path: Path, rounds: int) -> int:
 
 
 TIMES = ("seconds", "worker_seconds")
-WHEREABOUTS = ("algorithm/rows", "algorithm/rows_before")
+WHEREABOUTS = ("algorithm/rows", "algorithm/rows_before", "users/rows", "users/rows_before")
 """Where users' vectors lie in their file; what they are, their digests say."""
 
 
@@ -204,9 +171,9 @@ PARTS = ("results.json", "metrics.jsonl", "privacy.json", "checkpoint's state", 
 
 
 def outcome(directory: Path) -> tuple[Any, ...]:
-    """All that a run records, without its times."""
+    """All that a run records, without its times, and without what computed the layers in its last process."""
     results = json.loads((directory / "results.json").read_text())
-    del results["wall_clock_s"]
+    del results["wall_clock_s"], results["arithmetic"]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [line[results["unit"]] for line in lines]
     if steps != list(range(results["rounds"] + 1)):
@@ -240,7 +207,8 @@ class Campaign:
     def __init__(self, kind: str, rounds: int, folder: Path, seed: int, window: bool = False) -> None:
         self._rounds, self._window, self.repeated = rounds, window, 0
         self.kind, self.folder, self.phases = kind, folder / kind, Phases(PHASES)
-        self._data, self._log = folder / "mini.hdf5", self.folder / "log.txt"
+        self._subject = subject_of(kind)
+        self._data, self._log = folder / self._subject.file, self.folder / "log.txt"
         self._argv = [
             *COMMON,
             *KINDS[kind],
@@ -250,7 +218,7 @@ class Campaign:
         self._rng = np.random.default_rng([seed, *kind.encode()])
         if not self._data.exists():
             live(self._draw, None, self._log)
-        privacy = parse(self._argv).config.privacy
+        privacy = self._subject.benchmark.parse(self._argv).config.privacy
         self._private = privacy is not None
         if privacy is not None:  # the children inherit what it takes seconds to compute
             privacy.calibrate(SPEC.train_users, COHORT, rounds)
@@ -260,7 +228,7 @@ class Campaign:
         self._whole = outcome(self.folder / "whole")
 
     def _draw(self) -> int:
-        write_mini(self._data, SPEC)
+        self._subject.write(self._data, self._subject.spec)
         return 0
 
     def _live(self, name: str, death: After | At | None) -> int | None:
@@ -268,7 +236,7 @@ class Campaign:
             torch.set_num_threads(1)
             if self._private:
                 log_releases(self._releases(name))
-            return run(train, [*self._argv, f"--run_dir={self.folder / name}"])
+            return run(self._subject.main, [*self._argv, f"--run_dir={self.folder / name}"])
 
         return live(work, death, self._log, self.phases)
 
@@ -281,7 +249,7 @@ class Campaign:
             return At(place, 1 + place.endswith("probe_checksum"), bool(self._rng.random() < 0.5))
         if self._rng.random() < 0.5:
             return After(float(self._rng.uniform(0, 0.5 * self._seconds)))
-        places = {**PLACES, **({"users": OF_SCAFFOLD} if self.kind == "scaffold" else {})}
+        places = {**PLACES, **({"users": OF_SCAFFOLD} if self.kind in ("scaffold", "ditto") else {})}
         place = str(self._rng.choice(places[str(self._rng.choice(list(places)))]))
         return At(place, int(self._rng.integers(1, 7)), bool(self._rng.random() < 0.5))
 

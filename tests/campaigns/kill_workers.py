@@ -30,7 +30,8 @@ import numpy as np
 from benchmarks.flair.train import main as train
 from dataset.cli import run
 from dataset.flair.mini import write_mini
-from tests.campaigns.kill_training import COMMON, KINDS, PHASES, PLACES, SPEC, compare, outcome, tell
+from tests.campaigns.kill_training import PHASES, PLACES, compare, outcome, tell
+from tests.campaigns.kinds import COMMON, KINDS, SPEC
 from tests.campaigns.lives import START, At, Phases
 from tests.launching import ROOT, command, environment
 

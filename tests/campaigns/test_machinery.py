@@ -16,6 +16,7 @@ import pytest
 from benchmarks.flair.config import parse
 from dataset import files
 from tests.campaigns import fuzz, kill_training, kill_workers
+from tests.campaigns.kinds import KINDS
 from tests.campaigns.lives import START, After, At, Phases, found, live
 from tests.campaigns.readers import targets
 from tests.campaigns.target import Target
@@ -114,11 +115,11 @@ def test_every_place_and_phase_is_a_function() -> None:
 
 
 def test_the_kinds_are_what_they_are_called() -> None:
-    momentum = parse(kill_training.KINDS["momentum"]).config
+    momentum = parse(KINDS["momentum"]).config
     assert (momentum.server.optimizer, momentum.server.momentum) == ("sgd", 0.9)
     assert momentum.privacy is not None
     assert momentum.privacy.mechanism == "adaptive"
-    paper = parse(kill_training.KINDS["pfl"]).config
+    paper = parse(KINDS["pfl"]).config
     assert (paper.server.optimizer, paper.privacy and paper.privacy.mechanism) == ("adam", "adaptive")
 
 

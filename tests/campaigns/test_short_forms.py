@@ -22,12 +22,17 @@ def campaign(name: str, *argv: str) -> str:
     return done.stdout
 
 
-def test_killed_runs_equal_the_run_never_killed() -> None:
-    said = campaign("kill_training", "--kills=5", "--rounds=6", "--kind=pfl")
-    assert said.startswith("pfl: 5 kills over ")
+@pytest.mark.parametrize(
+    "kind, kills, rounds",
+    [("pfl", 5, 6), ("ditto", 2, 4), ("dsgd", 2, 4), ("segmentation", 1, 2), ("detection", 1, 2)],
+    ids=["pfl", "ditto", "dsgd", "segmentation", "detection"],
+)
+def test_killed_runs_equal_the_run_never_killed(kind: str, kills: int, rounds: int) -> None:
+    said = campaign("kill_training", f"--kills={kills}", f"--rounds={rounds}", f"--kind={kind}")
+    assert said.startswith(f"{kind}: {kills} kills over ")
     assert "each equal to the run never killed" in said
     (phases,) = re.findall("at work on: (.*)", said)
-    assert sum(int(phase.rpartition(" ")[2]) for phase in phases.split(", ")) == 5
+    assert sum(int(phase.rpartition(" ")[2]) for phase in phases.split(", ")) == kills
 
 
 def test_killed_runs_of_two_workers_equal_the_run_never_killed() -> None:
