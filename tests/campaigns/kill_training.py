@@ -171,9 +171,9 @@ PARTS = ("results.json", "metrics.jsonl", "privacy.json", "checkpoint's state", 
 
 
 def outcome(directory: Path) -> tuple[Any, ...]:
-    """All that a run records, without its times, and without what computed the layers in its last process."""
+    """All that a run records, without its times."""
     results = json.loads((directory / "results.json").read_text())
-    del results["wall_clock_s"], results["arithmetic"]
+    del results["wall_clock_s"]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [line[results["unit"]] for line in lines]
     if steps != list(range(results["rounds"] + 1)):
