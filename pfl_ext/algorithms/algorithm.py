@@ -72,6 +72,7 @@ class Setup:
     """Whether what users send is clipped and noised, centrally or locally."""
     module: ImageClassifier
     users: FederatedImageDataset
+    seed: int = 0
     has_head_rate: bool = False
     """Whether the head has another local learning rate than the other layers."""
     clips_all: bool = False
@@ -100,7 +101,6 @@ class RunContext(Setup):
     """The server's learning rate in a round."""
     local_rate: Callable[[int], float] | None = None
     """The users' learning rate in a round; None: that of `local` in every round."""
-    seed: int
     postprocessors: Sequence[Postprocessor]
     """A weighting of users, and the mechanism of a private run."""
     engine: CohortEngine | None

@@ -139,7 +139,7 @@ class Decentralised(Algorithm[Models]):
             f"{name} keeps a model for each of {n:,} users",
             "choose a smaller network, or lower federated.cohort_size",
         )
-        cls.matrix(setup.options, n, 0, 0)
+        cls.matrix(setup.options, n, setup.seed, 0)
 
     def init(self, seed: int) -> Models:
         """The state before the first round, in which all users have the run's model."""

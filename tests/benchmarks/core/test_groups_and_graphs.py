@@ -295,6 +295,19 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert message in error_line(capsys)
 
 
+def test_the_graph_that_is_checked_is_the_runs(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that cannot be drawn from the run's seed is refused before anything is written."""
+    real, seeds = DSGD.matrix, set()
+
+    def matrix(options: DSGDOptions, n: int, seed: int, number: int) -> FloatArray:
+        seeds.add(seed)
+        return real(options, n, seed, number)
+
+    monkeypatch.setattr(DSGD, "matrix", staticmethod(matrix))
+    train(*words("dsgd"), "--federated.options.graph=erdos_renyi", "--seed=3", "--federated.num_rounds=1")
+    assert seeds == {3}
+
+
 def test_models_that_have_no_room_are_refused(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
