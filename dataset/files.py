@@ -208,9 +208,18 @@ def own_modules() -> list[ModuleType]:
     path of modules.
 
     Raises:
-        ValueError: as `imported`.
+        ValueError: one line that names the module, if importing it raises anything.
     """
     names = [name.strip() for name in os.environ.get(OWN, "").split(",") if name.strip()]
     if names and (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    return [imported(name) for name in names]
+        sys.path.append(here)
+    found = []
+    for name in names:
+        try:
+            found.append(importlib.import_module(name))
+        except (Exception, SystemExit) as fault:
+            raise ValueError(
+                f"{OWN} names {name}, which cannot be imported from here or PYTHONPATH "
+                f"({type(fault).__name__}: {fault}): repair it, or unset {OWN}"
+            ) from fault
+    return found

@@ -116,8 +116,9 @@ def main(argv: Sequence[str]) -> None:
     if found:
         labels = [group.label for group in comparison.groups]
         charts.png(found, labels, folder / "compare.png")
-        for chart in found:
-            charts.single(chart, labels, folder / "charts")
+        fresh = {path for chart in found for path in charts.single(chart, labels, folder / "charts")}
+        for old in {*(folder / "charts").glob("*.png"), *(folder / "charts").glob("*.svg")} - fresh:
+            old.unlink()  # of another comparison
         written += [folder / "compare.png", folder / "charts"]
     for line in comparison.left_out:
         print(f"left out: {pages.clean(line)}")

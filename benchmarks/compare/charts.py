@@ -243,12 +243,14 @@ def png(found: Sequence[Chart], labels: Sequence[str], path: Path) -> None:
     save(figure, path)
 
 
-def single(chart: Chart, labels: Sequence[str], folder: Path) -> None:
-    """Draw a chart by itself, as PNG and SVG that are named after its title."""
+def single(chart: Chart, labels: Sequence[str], folder: Path) -> tuple[Path, Path]:
+    """Draw a chart by itself, as PNG and SVG that are named after its title; their paths."""
     figure = Figure(figsize=(WIDE, HIGH + 0.4), layout="constrained")
     _titled(figure.subplots(), chart, labels)
     legend_below(figure, 1)
-    save_both(figure, folder / re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-"))
+    name = re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-")
+    save_both(figure, folder / name)
+    return folder / f"{name}.png", folder / f"{name}.svg"
 
 
 def _titled(axes: Axes, chart: Chart, labels: Sequence[str]) -> None:

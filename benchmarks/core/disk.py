@@ -47,7 +47,8 @@ def check_disk(config: TrainingConfig, module: ImageClassifier, of_users: int, d
     """
     room = None
     if is_main():
-        room = free(directory.absolute()) + sum(f.stat().st_size for f in directory.glob("checkpoint/*"))
+        folder = (directory / "checkpoint").absolute()  # which may be a link to another disk
+        room = free(folder) + sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
     room, need = from_main(room), least_bytes(config, module, of_users)
     if need > room:
         raise ValueError(

@@ -217,6 +217,7 @@ def _train(
     """A run that has not ended yet, to its end; its results, on the first worker."""
     run, config, results = experiment.run, experiment.config, None
     facts = {"data": dataset_facts(experiment.file), **start_facts(config, module, run.weights)}
+    facts |= {"own_code": found} if (found := own_code()) else {}
     if is_main():
         print(
             f"training {config.setting} ({config.model.arch}, {experiment.description()}) on {data_path}, "
@@ -314,7 +315,6 @@ def _write_results(
         **({} if recorder.traffic is None else {"traffic": recorder.traffic}),
         **recorder.findings,
         "commit": commit(),
-        **({"own_code": found} if (found := own_code()) else {}),
         "torch": torch.__version__,
         **of_config,
         "data_sha256": recorder.files.data_sha256,

@@ -61,6 +61,6 @@ def own_code() -> dict[str, str]:
         for folder in map(Path, getattr(module, "__path__", ())):
             paths = sorted(folder.rglob("*.py"))
             found |= {f"{module.__name__}/{path.relative_to(folder)}": file_digest(path) for path in paths}
-        if not hasattr(module, "__path__"):
+        if not hasattr(module, "__path__") and getattr(module, "__file__", None):
             found[module.__name__] = file_digest(Path(str(module.__file__)))
     return found

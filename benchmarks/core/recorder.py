@@ -253,7 +253,8 @@ class Recorder:
             keys.append("server.learning_rate")
         options = [each.name for each in fields(federated.chosen.options)]
         keys += [f"federated.options.{name}" for name in options if name.endswith("learning_rate")]
-        return f"lower {' or '.join(keys)}, or set local.max_grad_norm"
+        read = [key for key in keys if key not in federated.chosen.idle.split()]
+        return f"lower {' or '.join(read)}, or set local.max_grad_norm" if read else "check the data"
 
     def end(self, state: Any) -> None:
         """Write the last line, which holds nothing but the val of the last model, and the last checkpoint.

@@ -132,11 +132,11 @@ def check_classes(config: TrainingConfig, weights: Path | None, names: Sequence[
     if weights is None or not config.model.keep_head or weights.suffix != ".safetensors":
         return
     try:
-        known = checkpoint.load(weights)[1].get("classes", names)
+        known = checkpoint.load(weights)[1].get("classes")
     except ValueError:  # weights that others wrote, or damage, which reading them reports
         return
-    if len(known) != len(names):
-        return  # so the head does not fit, which loading it reports
+    if not isinstance(known, list) or len(known) != len(names):
+        return  # it names none, or the head does not fit, which loading it reports
     for number, (theirs, ours) in enumerate(zip(known, names)):
         if theirs != ours:
             kind = "the same classes in another order" if set(known) == set(names) else "other classes"

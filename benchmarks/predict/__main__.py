@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,11 +32,13 @@ from benchmarks.predict.trained import Trained, read_pixels, trained
 from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer
 from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
+from dataset.convert.folder import IMAGE_SUFFIXES
 from dataset.files import replacing
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import Split
 
-SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif"))
+OF_RUN = ("config.yaml", "metrics.jsonl", "model.safetensors", "privacy.json", "results.json")
+"""Files of a run that must not be written over."""
 EVERY_S = 10
 """Seconds between two lines of progress."""
 
@@ -49,6 +52,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--split", choices=("train", "val", "test"), help="of the data; test if not given")
     parser.add_argument("--data_path", type=Path, metavar="F", help="the data file, if not the run's own")
     parser.add_argument("--output", type=Path, required=True, metavar="F", help="file; a folder for masks")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file --output if it exists")
     parser.add_argument("--device", default="auto", help="such as cpu or cuda:0")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of a CPU; all cores if not given")
     options = parser.read(argv)
@@ -61,18 +65,47 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _files(paths: Sequence[Path]) -> dict[Path, Path]:
-    """The image files, and those in folders by their suffix; each with its place below its folder."""
+def _files(paths: Sequence[Path], apart: bool) -> dict[Path, Path]:
+    """The image files, and those in folders by their suffix; each with its place below its folder.
+
+    Args:
+        paths: of files and folders; links are followed, and hidden files in folders left out.
+        apart: whether two files must not have the same place.
+    """
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             found[input_file("--images", path)] = Path(path.name)
             continue
-        inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
+        inside = sorted(
+            Path(folder, name)
+            for folder, _, names in os.walk(path, followlinks=True)
+            for name in names
+            if Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
+        )
         if not inside:
-            raise ValueError(f"--images {path} holds no image: none of {', '.join(sorted(SUFFIXES))}")
+            raise ValueError(f"--images {path} holds no image: none of {', '.join(sorted(IMAGE_SUFFIXES))}")
         found |= {file: file.relative_to(path) for file in inside}
+    places: dict[Path, Path] = {}
+    for file, place in found.items():
+        if apart and places.setdefault(place, file) != file:
+            raise ValueError(
+                f"{places[place]} and {file} would have one mask, {place}.png: give one --output for each"
+            )
     return found
+
+
+def _check_output(output: Path, model: Trained, inputs: Iterable[Path], overwrite: bool) -> None:
+    """Refuse a file that this command reads, or that exists and is not to be replaced.
+
+    Raises:
+        ValueError: one line.
+    """
+    of_run = (model.record.directory / name for name in OF_RUN)
+    for path in (*inputs, *of_run):
+        if output.exists() and path.exists() and output.samefile(path):
+            raise ValueError(f"--output {output} is read here: give another file")
+    output_file("--output", output, overwrite)
 
 
 def _of_files(model: Trained, files: Mapping[Path, Path], size: int) -> Iterator[Batch]:
@@ -132,11 +165,12 @@ def _file_name(text: str) -> str:
 
 @contextlib.contextmanager
 def _writer(model: Trained, output: Path, of_users: bool) -> Iterator[Writer]:
+    """What takes the predictions; the file appears when the block ends."""
     outputs = model.task.outputs
     if outputs == "pixels":
         yield Masks(output_folder("--output", output))
         return
-    with replacing(output_file("--output", output)) as path, path.open("w", newline="") as file:
+    with replacing(output) as path, path.open("w", newline="") as file:
         if outputs == "boxes":
             writer: Writer = Boxes(file, model.classes, model.network.input_size)
         else:
@@ -167,14 +201,17 @@ def main(argv: Sequence[str]) -> None:
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
         if options.images:
-            files = _files(options.images)
+            files = _files(options.images, apart=model.task.outputs == "pixels")
+            inputs: Iterable[Path] = files
             batches, total, source = _of_files(model, files, size), len(files), "image files"
         else:
             path = options.data_path or Path(str(model.record.outcome["dataset"]))
-            file = stack.enter_context(DataFile(path))
+            file, inputs = stack.enter_context(DataFile(path)), [path]
             split = options.split or "test"
             batches, total = _of_split(model, file, split, size)
             source = f"images of {split} in {path}"
+        if model.task.outputs != "pixels":
+            _check_output(options.output, model, inputs, options.overwrite)
         with _writer(model, options.output, not options.images) as writer:
             _write(model, batches, total, writer)
     print(f"{total:,} {source}, {len(model.classes)} classes: {options.output}")

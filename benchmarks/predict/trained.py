@@ -138,9 +138,9 @@ def _classes(record: RunRecord) -> tuple[str, ...]:
     assert record.results is not None
     found = record.results.get("classes")
     found = found or next((record.results[key] for key in BY_CLASS if key in record.results), None)
-    if not found:
+    if not found or not isinstance(found, list | dict):
         raise not_whole(record.directory, "results.json does not name the classes")
-    return tuple(found)
+    return tuple(map(str, found))
 
 
 def _network(record: RunRecord, task: Task, num_classes: int) -> ImageClassifier:

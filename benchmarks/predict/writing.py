@@ -105,27 +105,26 @@ class Boxes(Writer):
 
     def __init__(self, output: IO[str], classes: Sequence[str], side: int) -> None:
         self._output, self._classes, self._side = output, classes, side
-        self._found: list[dict[str, Any]] = []
+        self._before = "[\n"
 
     def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
-        """Keep them."""
+        """A line for each box."""
         for shown, rows in zip(images, predicted.cpu().numpy(), strict=True):
             down, across = (pixels / self._side for pixels in shown.size)
             for row in rows[rows[:, CLASS] != NO_BOX].tolist():
                 left, top, right, bottom = row[0] * across, row[1] * down, row[2] * across, row[3] * down
                 number = int(row[CLASS])
-                self._found.append(
-                    {
-                        **({} if shown.user is None else {"user": shown.user}),
-                        "image_id": shown.image,
-                        "category_id": number + 1,
-                        "category": self._classes[number],
-                        "bbox": [round(v, 2) for v in (left, top, right - left, bottom - top)],
-                        "score": round(row[SCORE], 5),
-                    }
-                )
+                found: dict[str, Any] = {
+                    **({} if shown.user is None else {"user": shown.user}),
+                    "image_id": shown.image,
+                    "category_id": number + 1,
+                    "category": self._classes[number],
+                    "bbox": [round(v, 2) for v in (left, top, right - left, bottom - top)],
+                    "score": round(row[SCORE], 5),
+                }
+                self._output.write(self._before + json.dumps(found, allow_nan=False))
+                self._before = ",\n"
 
     def close(self) -> None:
-        """Write the list."""
-        json.dump(self._found, self._output, indent=0, allow_nan=False)
-        self._output.write("\n")
+        """End the list."""
+        self._output.write("[]\n" if self._before == "[\n" else "\n]\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.core import disk
@@ -54,6 +56,9 @@ def test_a_run_goes_on_where_its_checkpoints_have_taken_the_room(
         directory = train(*LONG, code=130)
     taken = sum(path.stat().st_size for path in directory.glob("checkpoint/*"))
     left = 3 * 4 * MODEL + MODEL - taken  # with adam
+    (directory / "checkpoint" / "lost").symlink_to("nowhere")
     for room, code in ((left - 1, 2), (left, 0)):
-        monkeypatch.setattr(disk, "free", lambda folder, room=room: room)
+        asked: list[Path] = []
+        monkeypatch.setattr(disk, "free", lambda folder, room=room, asked=asked: asked.append(folder) or room)
         train(*LONG, code=code)
+        assert asked == [directory / "checkpoint"], "it may be a link to another disk"

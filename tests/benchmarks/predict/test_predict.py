@@ -98,6 +98,8 @@ def test_image_files_are_read_as_the_run_read_its_images(labelled: Path, tmp_pat
     for name, image in zip(("a.png", "below/b.png", "below/c.PNG"), images, strict=True):
         Image.fromarray(image).save(tmp_path / "photos" / name)
     (tmp_path / "photos" / "notes.txt").write_text("no image")
+    (tmp_path / "photos" / "._a.png").write_text("macOS's own")
+    (tmp_path / "photos" / "folder.png").mkdir()
     words = [str(labelled), "--images", str(tmp_path / "photos"), "--output", str(tmp_path / "files.csv")]
     assert run(main, words) == 0
     assert run(main, [str(labelled), "--split=val", "--output", str(tmp_path / "split.csv")]) == 0
@@ -142,7 +144,7 @@ def test_the_network_is_the_runs(words: Sequence[str], tmp_path: Path, mini_file
     assert not model.network.training
 
 
-def test_masks(tmp_path: Path) -> None:
+def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, directory, output = tmp_path / "masks.hdf5", tmp_path / "run", tmp_path / "predicted"
     write_masked(file, SPEC)
     words = [f"--data_path={file}", f"--run_dir={directory}", "--model.arch=tiny_masks", *OF_PLACES]
@@ -166,6 +168,10 @@ def test_masks(tmp_path: Path) -> None:
     assert run(main, [str(directory), "--images", str(tmp_path / "photos"), "--output", str(output)]) == 0
     with Image.open(output / "a" / "wide.jpg.png") as mask:
         assert mask.size == (40, 24), "as large as its photo"
+    folders = [str(tmp_path / "photos" / "a"), str(tmp_path / "photos" / "b")]
+    shutil.copytree(folders[0], folders[1])
+    assert run(main, [str(directory), "--images", *folders, "--output", str(output)]) == 2
+    assert "would have one mask, wide.jpg.png: give one --output for each" in capsys.readouterr().err
 
 
 def test_boxes(tmp_path: Path) -> None:
@@ -222,13 +228,18 @@ def test_a_run_of_an_earlier_version(labelled: Path, tmp_path: Path) -> None:
     found = {key: value for key, value in results(labelled).items() if key != "classes"}
     (older / "results.json").write_text(json.dumps(found))
     assert trained(older).classes == trained(labelled).classes == tuple(results(labelled)["classes"])
+    (older / "results.json").write_text(json.dumps(found | {"classes": 5}))
+    with pytest.raises(ValueError, match=r"results\.json does not name the classes"):
+        trained(older)
 
 
 def test_what_is_refused(
     labelled: Path, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = ["--output", str(tmp_path / "p.csv")]
-    text = tmp_path / "photo.jpg"
+    text, photo = tmp_path / "photo.jpg", tmp_path / "photo.png"
+    Image.new("RGB", (8, 8)).save(photo)
+    (tmp_path / "there.csv").write_text("")
     text.write_text("no photo")
     (tmp_path / "empty").mkdir()
     killed = tmp_path / "killed"
@@ -250,13 +261,16 @@ def test_what_is_refused(
         ([str(changed)], "model.safetensors is not the model of results.json"),
         ([str(labelled), "--split=test", "--images", str(text)], "--images is for image files"),
         ([str(labelled), "--images", str(text)], f"{text} cannot be used: it cannot be decoded"),
-        ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .gif, .jpeg"),
+        ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .bmp, .gif"),
         ([str(labelled), "--images", str(tmp_path / "x.jpg")], "cannot be read: No such file"),
         ([str(renamed)], "has other classes than the data of"),
+        ([str(labelled), "--images", str(photo), f"--output={photo}"], "is read here: give another file"),
+        ([str(labelled), f"--output={labelled / 'results.json'}"], "is read here: give another file"),
+        ([str(labelled), f"--output={tmp_path / 'there.csv'}"], "exists; give --overwrite to replace it"),
         ([str(labelled), "--threads=0"], "--threads is 0"),
         ([str(labelled), "--split=dev"], "invalid choice: 'dev'"),
     ):
-        assert run(main, [*words, *output]) == 2
+        assert run(main, [*output, *words]) == 2
         line = capsys.readouterr().err
         assert reason in line
         assert line.count("\n") == 1
