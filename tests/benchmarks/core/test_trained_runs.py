@@ -130,11 +130,12 @@ def test_a_run_of_adapters_is_a_start_for_the_plain_network(train: Train) -> Non
         (["a", "b", "c"], None),
         (["a", "b"], None),
         (None, None),
+        (5, None),
     ],
-    ids=["order", "names", "same", "number", "none"],
+    ids=["order", "names", "same", "number", "none", "damaged"],
 )
 def test_a_head_is_kept_for_its_own_classes_alone(
-    names: list[str] | None, message: str | None, tmp_path: Path
+    names: list[str] | int | None, message: str | None, tmp_path: Path
 ) -> None:
     """Where the number differs, or the file names no classes, loading it decides."""
     file = tmp_path / "model.safetensors"
