@@ -119,12 +119,21 @@ class Names:
         given: all names in the order of their numbers, if they are known beforehand.
         numbered: whether the source has class numbers. Without ``given`` the names are then ``0``, ``1``, ...
             up to the highest number that occurs.
+
+    Raises:
+        ValueError: for given names of which two are one in Unicode's NFC.
     """
 
     def __init__(self, given: Sequence[str] | None = None, numbered: bool = False) -> None:
         self.given = given and [unicodedata.normalize("NFC", name) for name in given]
         self.numbered = numbered
-        self._known = frozenset(given or ())
+        self._known = frozenset(self.given or ())
+        if self.given and len(self._known) < len(self.given):
+            name = next(name for name, count in Counter(self.given).items() if count > 1)
+            raise ValueError(
+                f"two classes are called {shown(name)}, maybe with accents typed in two ways: give the names "
+                "by --classes, each another one"
+            )
         self._seen: dict[object, str] = {}
 
     def name(self, label: object, where: str) -> str:
@@ -138,8 +147,8 @@ class Names:
         return known
 
     def _checked(self, label: object, where: str) -> str:
-        if isinstance(label, str) and label in self._known:
-            return label
+        if isinstance(label, str) and (name := unicodedata.normalize("NFC", label)) in self._known:
+            return name
         if self.numbered:
             return self._of_number(label, where)
         text = checked_text(label, "label", where)

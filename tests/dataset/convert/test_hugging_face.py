@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset.store.hdf5 import DataFile
+from dataset.store.validate import validate
 from tests.dataset.convert.made_sources import convert, encoded, leaf_user, shown, write_leaf
 
 HF = "hf --source {0} --client_column client"
@@ -48,7 +49,7 @@ def test_class_numbers_are_those_of_their_own_file(tmp_path: Path, given: str, s
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["cat", "dog"], "test-0.parquet class names: give all files one form"),
+        (["cat", "dog"], "test-0.parquet class names: give all files one form, or the names by"),
         ([[0], [1]], "test-0.parquet lists of class numbers without names: give all files one form"),
     ],
 )
@@ -61,6 +62,42 @@ def test_files_of_two_forms_are_refused(
     line = capsys.readouterr().err.splitlines()[-1]
     assert said in line
     assert "train-0.parquet has class numbers without names in the column 'label', " in line
+
+
+def test_files_without_names_have_the_given_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, names = tmp_path / "own", tmp_path / "names.txt"
+    write(own / "train-0.parquet", [0, 1], [1, 0], ["cat", "dog"])
+    write(own / "test-0.parquet", [2, 3], [0, 1])
+    convert(HF.format(own), tmp_path / "f.hdf5", 2)
+    assert "give all files one form, or the names by --classes" in capsys.readouterr().err
+    for given, labels in (("dog cat", "dog cat dog cat"), ("Hund Katze", "Katze Hund Hund Katze")):
+        names.write_text(given.replace(" ", "\n"))
+        out = convert(f"{HF.format(own)} --classes {names} --overwrite", tmp_path / "f.hdf5")
+        assert [label for _, (_, _, label) in sorted(shown(out).items())] == labels.split()
+    names.write_text("dog\ncat")
+    write(own / "test-0.parquet", [2, 3], [0, 1], ["dog", "eel"])
+    convert(f"{HF.format(own)} --classes {names}", tmp_path / "g.hdf5", 2)
+    assert "test-0.parquet names classes in the column 'label' that --classes lacks" in capsys.readouterr().err
+
+
+def test_class_names_are_one_however_they_are_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed, decomposed = "\u00e9", "e\u0301"
+    write(tmp_path / "own" / "train-0.parquet", [0, 1], [0, 1], [decomposed, "dog"])
+    write(tmp_path / "own" / "test-0.parquet", [2, 3], [0, 1], ["dog", composed])
+    found = shown(convert(HF.format(tmp_path / "own"), tmp_path / "f.hdf5"))
+    assert [found[n][2] for n in range(4)] == [composed, "dog", "dog", composed]
+    write(tmp_path / "own" / "test-0.parquet", [2, 3], [0, 1], [decomposed, composed])
+    convert(HF.format(tmp_path / "own"), tmp_path / "g.hdf5", 2)
+    assert f"two classes are called '{composed}'" in capsys.readouterr().err
+
+
+def test_a_list_of_the_class_of_each_object_may_repeat_one(tmp_path: Path) -> None:
+    write(tmp_path / "own.parquet", range(6), [[3, 3, 1], [0], [2, 1], [1], [2], [3]])
+    out = convert(f"{HF.format(tmp_path / 'own.parquet')} --splits deal", tmp_path / "f.hdf5")
+    validate(out)
+    assert shown(out)[0][2] == "1+3"
 
 
 def test_a_vector_of_ones_is_no_list_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

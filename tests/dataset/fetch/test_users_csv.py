@@ -93,9 +93,15 @@ def test_two_files_of_one_name_may_be_two_photos(tmp_path: Path) -> None:
     write_files(tmp_path, {"train/x.jpg": b"1", "val/x.jpg": b"2"})
     with pytest.raises(ValueError, match=r"two files have the name of image x, .* else give them diff"):
         image_files(tmp_path, {"x"})
+    (tmp_path / "val" / "x.jpg").unlink()
+    (tmp_path / "val" / "link").symlink_to(tmp_path / "train")
+    assert image_files(tmp_path, {"x"})["x"].samefile(tmp_path / "train" / "x.jpg")
 
 
 def test_a_quoted_header_is_a_header(tmp_path: Path) -> None:
     quoted = TEXT.replace("user_id,image_id,class", '"user_id","image_id","class"')
     write_files(tmp_path, {"federated_train.csv": quoted.encode(), "test.csv": b"image_id,class\nq,1\n"})
     assert read_lists(tmp_path).partition_names == ["users"]
+    write_files(tmp_path, {"federated_train.csv": b'"user_id,' + b"image_id,class\n" * 10_000})
+    with pytest.raises(ValueError, match=r"federated_train.csv is no CSV \(field larger than"):
+        read_lists(tmp_path)
