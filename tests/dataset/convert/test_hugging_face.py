@@ -77,7 +77,8 @@ def test_files_without_names_have_the_given_ones(tmp_path: Path, capsys: pytest.
     names.write_text("dog\ncat")
     write(own / "test-0.parquet", [2, 3], [0, 1], ["dog", "eel"])
     convert(f"{HF.format(own)} --classes {names}", tmp_path / "g.hdf5", 2)
-    assert "test-0.parquet names classes in the column 'label' that --classes lacks" in capsys.readouterr().err
+    said = "test-0.parquet names classes in the column 'label' that --classes lacks"
+    assert said in capsys.readouterr().err
 
 
 def test_class_names_are_one_however_they_are_typed(

@@ -44,6 +44,18 @@ def test_names_that_are_ids_of_other_images_are_refused(
     assert "may list" not in capsys.readouterr().err, "a file's name is its id"
 
 
+@pytest.mark.parametrize("rows", ["{0},a\n102,b\n", "{0},a\n{1},a\n103,b\n", "{0},a\n102,b\n103,b\n"])
+def test_rows_by_file_name_beside_rows_by_id_are_refused(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = coco_folder(tmp_path / "in", numbered({one.number: 100 + one.number for one in TRAIN}))
+    names = "1", "7"
+    write_files(folder, {"users.csv": f"image_id,user_id\n{rows.format(*names)}".encode()})
+    assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
+    said = "users.csv lists some images by file name and some by id, such as 1 and 10"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rows", ["1,a \n", "1, a\n", " 1,a\n"])
 def test_white_space_is_refused(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = with_users(tmp_path, f"image_id,user_id\n2,a\n{rows}")
