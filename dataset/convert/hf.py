@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataset.convert.source import NO_CLIENT, Found, Part, Rows
-from dataset.convert.text import Names, checked_text, say_splits, shown, split_by_names, split_named
+from dataset.convert.text import Names, checked_text, shown, split_by_names, split_named
 from dataset.fetch import parquet, source
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
@@ -200,10 +200,9 @@ def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
         for own, form in zip(owns, forms):
             own.append(Names(form.names, numbered=True) if form.names else None)
     parts = [_part(file, columns, kinds, names, own) for file, own in zip(files, owns)]
-    if not columns.split:
-        say_splits(place, [(file.path, file.split) for file in files])
+    named = [] if columns.split else [(file.path, file.split) for file in files]
     size = sum(file.path.stat().st_size for file in files)
-    return Found(parts, kinds, names, size, clients=bool(columns.client))
+    return Found(parts, kinds, names, size, clients=bool(columns.client), files=named)
 
 
 @dataclass(frozen=True)

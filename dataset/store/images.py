@@ -51,13 +51,14 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
     data = bytes(data)
     if data[:2] != _START:
         raise ValueError("it is not a JPEG (no start marker)" if data else "it is empty")
-    size, end = None, 0
+    size, scan = None, 0
     for marker, at, end in _segments(data):
+        scan = end
         if marker in _FRAMES:
             size = int.from_bytes(data[at + 3 : at + 5], "big"), int.from_bytes(data[at + 1 : at + 3], "big")
     if size is None or 0 in size:
         raise ValueError("its JPEG header gives no size")
-    if data.rfind(_END) < end:
+    if data.rfind(_END) < scan:
         raise ValueError("it is cut off (no JPEG end marker)")
     _refuse_bomb(*size, data)
     return size

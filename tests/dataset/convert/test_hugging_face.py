@@ -110,13 +110,29 @@ def test_a_vector_of_ones_is_no_list_of_classes(tmp_path: Path, capsys: pytest.C
     )
 
 
+@pytest.mark.parametrize("name", ["dev_set", "test_run"])
+def test_words_of_splits_in_names_that_are_none_need_splits_dealt(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in range(2):
+        users = {f"c{n}": leaf_user([n]) for n in range(4 * part, 4 * part + 4)}
+        write_leaf(tmp_path / "own" / f"{name}_{part}.json", users)
+    convert(f"leaf --source {tmp_path / 'own'}", tmp_path / "f.hdf5", 2)
+    assert (
+        "no image for training: call its split train, or deal all images by --splits deal"
+        in (capsys.readouterr().err.splitlines()[-1])
+    )
+    convert(f"leaf --source {tmp_path / 'own'} --splits deal", tmp_path / "f.hdf5")
+
+
 NAMES = [
     ("mnist_train", "mnist_test"),
     ("train_0", "test_0"),
     ("Train/0", "TEST/0"),
     ("data/default-train", "data/default-dev"),
     ("a-train1", "a-valid1"),
-    ("train/all_data_test_9", None),
+    ("cars-test-drive/train", "cars-test-drive/test"),
+    ("train-all_data_test_9", None),
     ("Train/0", "default/0"),
     ("test/train/0", "test/0"),
 ]
@@ -132,7 +148,10 @@ def test_splits_by_the_names_of_files(
         if form == "hf":
             write(own / f"{name}.parquet", numbers, [0, 1])
         else:
-            write_leaf(own / f"{name.replace('/', '-')}.json", {f"c{n}": leaf_user([n]) for n in numbers})
+            write_leaf(
+                own / f"{name.removeprefix('cars-test-drive/').replace('/', '-')}.json",
+                {f"c{n}": leaf_user([n]) for n in numbers},
+            )
     words = HF.format(own) if form == "hf" else f"leaf --source {own}"
     refused = other is None or "default/" in other or "/train/" in train
     convert(words, tmp_path / "f.hdf5", 2 if refused else 0)
@@ -150,3 +169,5 @@ def test_splits_by_the_names_of_files(
     assert f"; {split} is " in said or f": {split} is " in said
     with DataFile(tmp_path / "f.hdf5") as file:
         assert file.provenance["splits"] == "the source's"
+    convert(f"{words} --splits deal --overwrite", tmp_path / "f.hdf5")
+    assert "splits by the names of files" not in capsys.readouterr().err

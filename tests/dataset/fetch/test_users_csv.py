@@ -82,8 +82,8 @@ def test_images_of_nobody_are_counted_beside_the_users(
     folder = with_users(tmp_path, "image_id,user_id\n1,a\n2,b\n7,NA\n4,a\n")
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 0
     said = capsys.readouterr().err
-    assert "3 users by the column user_id of " in said, "a, b and val-a"
-    assert "; 5 images of nobody belong to the user no-author or all-SPLIT" in said
+    assert "; 2 users by the column user_id of " in said, "a, who is val-a in val, and b"
+    assert "; 5 images of nobody belong to no-author and val-no-author\n" in said
     assert list(owned(tmp_path / "f.hdf5").values()).count("no-author") == 3
     with DataFile(tmp_path / "f.hdf5") as file:
         assert "5 images of nobody" in file.provenance["users"]
