@@ -16,7 +16,6 @@ import pyarrow as pa
 from dataset.cli import input_file, is_address
 from dataset.fetch.annotated import (
     COLUMNS,
-    NO_AUTHOR,
     USERS_CSV,
     Annotated,
     Finish,
@@ -204,10 +203,9 @@ def _counted(table: pa.Table, owners: Mapping[str, str], said: str) -> str:
     if not owners:
         return said
     rows = zip(table["image_id"].to_pylist(), table["user_id"].to_pylist())
-    counts = Counter(user if image in owners else None for image, user in rows)
-    nobody = counts.pop(None, 0)
-    more = f"; {nobody:,} images of nobody belong to the user {NO_AUTHOR} or all-SPLIT" if nobody else ""
-    return f"{len(counts):,} {said}{more}"
+    nobody = Counter(user for image, user in rows if image not in owners)
+    more = f"; {nobody.total():,} images of nobody belong to {' and '.join(sorted(nobody))}" if nobody else ""
+    return f"{len(set(owners.values())):,} {said}{more}"
 
 
 @dataclass(frozen=True)

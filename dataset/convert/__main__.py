@@ -25,7 +25,7 @@ from dataset.convert import folder, hf, leaf, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
 from dataset.convert.splits import OTHERS, Dealing
-from dataset.convert.text import Names, header_of, read_classes
+from dataset.convert.text import Names, header_of, read_classes, say_splits
 from dataset.preprocess import SIDE, UPRIGHT, Options, make, side_or_own
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import BACKGROUNDS, Transcoding
@@ -298,6 +298,8 @@ def main(argv: Sequence[str]) -> None:
     if arguments.classes is not None:
         input_file("--classes", arguments.classes)
     found = FORMATS[arguments.format][0](arguments)
+    if found.files and arguments.splits != "deal":
+        say_splits(arguments.source, found.files)
     storage, image_size = _storage(arguments, found.side)
     if found.empty_users and arguments.on_empty_user == "fail":
         count, first = len(found.empty_users), found.empty_users[0]
@@ -343,15 +345,17 @@ def _say(output: Path, clients: bool) -> None:
         missing = [name for name in (OTHERS if several else OTHERS[1:]) if name not in file.splits]
     print("; ".join(f"{count:,} classes of {name}" for name, count in classes.items()), file=sys.stderr)
     target, scale, cohort = ("flair-fl", "small", 20) if several else ("vision-fl", "mini", 10)
-    if missing:
-        print(f"make {target} needs {missing[0]}: convert with --{missing[0]}_share {SHARE}", file=sys.stderr)
-        return
     if not clients:
+        drawn = "lda-1-clients-10-seed-0"
+        see = "" if several else f"; see it by python -m dataset.partitions {output} --partition {drawn}"
         print(
-            "the source names no clients, so that one user owns each split: python -m dataset.partitions "
-            "deals its images, and training by --data.partition lda-1-clients-10-seed-0",
+            "the source names no clients, so that one user owns each split: train by "
+            f"--data.partition {'iid' if several else drawn}{see}",
             file=sys.stderr,
         )
+    if missing:
+        print(f"make {target} needs {missing[0]}: convert with --{missing[0]}_share {SHARE}", file=sys.stderr)
+    if missing or not clients:
         return
     few = f" --federated.cohort_size {users}" if users < cohort else ""
     print(f'train on it: make {target} DATA={output} ARGS="--scale {scale}{few}"', file=sys.stderr)

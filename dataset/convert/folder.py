@@ -115,8 +115,8 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
     """The images of ``client/class/file`` or ``split/client/class/file``; or, without clients, of
     ``class/file`` or ``split/class/file``.
 
-    The first folders are splits if all of them have names of splits. Hidden files and those that operating
-    systems leave behind are ignored.
+    The first folders are splits if all of them have names of splits. Empty folders of classes, hidden files
+    and those that operating systems leave behind are ignored.
 
     Raises:
         ValueError: one line that names the path, for a client without images, an image at a wrong depth, a
@@ -134,7 +134,7 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
     kinds = _kinds(False, "")
     rows, empty = FileRows(folder, kinds, names), []
     classes = [path for top in tops for path in _inside(folder, top)] if called else tops
-    classes = [path for path in classes if _is_folder(folder, path)]
+    classes = [path for path in classes if _is_folder(folder, path) and any(_inside(folder, path))]
     if classes and all(_holds_images_alone(folder, path) for path in classes):
         for path in classes:
             _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
@@ -170,7 +170,7 @@ def _walk_class(folder: Folder, label: PurePosixPath, client: str, split: str | 
     for file in _inside(folder, label):
         where = str(folder.root / file)
         if _is_folder(folder, file):
-            raise ValueError(f"{where} is a folder: images lie in client/class/, no deeper")
+            raise ValueError(f"{where} is a folder: images lie in client/class/, or all in class/, no deeper")
         rows.put(where, client, str(file), split, [label.name])
         count += 1
     return count
@@ -200,7 +200,9 @@ def _refuse_images(folder: Folder, path: PurePosixPath) -> None:
     """Raise ValueError for an image in a folder that should have only folders, since it would be lost."""
     for file in _inside(folder, path):
         if file.suffix.lower() in IMAGE_SUFFIXES and not _is_folder(folder, file):
-            raise ValueError(f"{folder.root / file} lies too high: images lie in client/class/")
+            raise ValueError(
+                f"{folder.root / file} lies too high: images lie in client/class/, or all in class/"
+            )
 
 
 def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:

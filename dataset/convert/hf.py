@@ -7,6 +7,7 @@ pyarrow reads both; the ``datasets`` package is not needed. Class names come fro
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataset.convert.source import NO_CLIENT, Found, Part, Rows
-from dataset.convert.text import Names, checked_text, say_splits, shown, split_by_names, split_named
+from dataset.convert.text import Names, checked_text, shown, split_by_names, split_named
 from dataset.fetch import parquet, source
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
@@ -158,7 +159,7 @@ def _class_names(schema: pa.Schema, column: str) -> list[str] | None:
         return None
     if not isinstance(names, list) or len(set(map(str, names))) < len(names):
         return None
-    return [str(name) for name in names]
+    return [unicodedata.normalize("NFC", str(name)) for name in names]
 
 
 def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
@@ -177,33 +178,44 @@ def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
     names: dict[str, Names] = {}
     owns: list[list[Names | None]] = [[] for _ in files]
     for annotation, column in zip(TAXONOMIES, columns.labels):
-        forms = [_form_of(file, column, given if column == columns.label else None) for file in files]
+        by = given if column == columns.label else None
+        forms = [_form_of(file, column, by) for file in files]
         for file, form in zip(files, forms):
             if (form.several, form.numbers) != (forms[0].several, forms[0].numbers):
+                names_too = form.several == forms[0].several and column == columns.label
                 raise ValueError(
                     f"{file.path} has {form} in the column {column!r}, {files[0].path} {forms[0]}: give all "
-                    "files one form"
+                    f"files one form{', or the names by --classes' if names_too else ''}"
                 )
+        if len({form.renamed for form in forms} - {None}) > 1:
+            place = next(file.path for file, form in zip(files, forms) if form.renamed)
+            raise ValueError(
+                f"{place} names classes in the column {column!r} that --classes lacks, which has those of "
+                "other files: add them"
+            )
         kinds[annotation] = "label set" if forms[0].several else "class"
         known = [*dict.fromkeys(name for form in forms for name in form.names)]
-        whole = given if given is not None and column == columns.label else known or None
+        whole = by if by is not None else known or None
         names[annotation] = Names(whole, numbered=forms[0].numbers)
         for own, form in zip(owns, forms):
             own.append(Names(form.names, numbered=True) if form.names else None)
     parts = [_part(file, columns, kinds, names, own) for file, own in zip(files, owns)]
-    if not columns.split:
-        say_splits(place, [(file.path, file.split) for file in files])
+    named = [] if columns.split else [(file.path, file.split) for file in files]
     size = sum(file.path.stat().st_size for file in files)
-    return Found(parts, kinds, names, size, clients=bool(columns.client))
+    return Found(parts, kinds, names, size, clients=bool(columns.client), files=named)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How a file has its labels: whether several, as numbers without names, and the names of its numbers."""
+    """How a file has its labels: whether several, as numbers without names, and the names of its numbers.
+
+    ``renamed`` says whether given names are in the place of the file's own; None where it has none.
+    """
 
     several: bool
     numbers: bool
     names: Sequence[str]
+    renamed: bool | None = None
 
     def __str__(self) -> str:
         what = "class numbers without names" if self.numbers else "class names"
@@ -221,9 +233,9 @@ def _form_of(file: _File, column: str, given: Sequence[str] | None) -> _Form:
     if not pa.types.is_integer(kind.value_type if several else kind):
         return _Form(several, False, ())
     own = _class_names(schema, column) or ()
-    if given is not None and not set(own) <= set(given):
-        own = ()
-    return _Form(several, not own, own)
+    renamed = given is not None and not set(own) <= set(given)
+    names = given if given is not None and (renamed or not own) else own
+    return _Form(several, not names, names, renamed if own else None)
 
 
 def _part(
@@ -277,7 +289,7 @@ def _labels(value: Any, column: str, where: str, own: Names | None) -> Any:
         raise ValueError(f"{where} has no value in the column {column!r}")
     if not isinstance(value, list):
         return own.name(value, where) if own else value
-    if len(set(map(str, value))) < len(value) and not isinstance(value[0], str):
+    if len(set(map(str, value))) < len(value) and all(one in (0, 1) for one in value):
         raise ValueError(
             f"{where} has a number twice in the column {column!r}, {shown(value)}: list each class of an "
             "image once (of a vector of 0 and 1 the places of its ones)"

@@ -19,7 +19,7 @@ from dataset.convert.files import FileRows, Folder
 from dataset.convert.json_stream import members
 from dataset.convert.pixels import Scale, array_of, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names, say_splits, shown, split_by_names
+from dataset.convert.text import SPLIT_NAMES, Names, shown, split_by_names
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
 
@@ -85,9 +85,8 @@ def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
             parts.append(reading.part())
     if shapes:
         scale.check(source)
-    say_splits(source, files)
     side = common_side(shapes) if images is None else None
-    return Found(parts, KINDS, names, size, side, empty)
+    return Found(parts, KINDS, names, size, side, empty, files=files)
 
 
 @dataclass

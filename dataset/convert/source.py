@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class Found:
         empty_users: users that the source lists without an image.
         notes: notes for the provenance.
         clients: whether the source says whose each image is; if not, all are of the user `NO_CLIENT`.
+        files: the files whose names hold the splits, each with its own.
     """
 
     parts: Sequence[Part]
@@ -66,6 +68,7 @@ class Found:
     empty_users: Sequence[str] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
     clients: bool = True
+    files: Sequence[tuple[Path, str | None]] = ()
 
 
 class Rows:

@@ -85,7 +85,9 @@ def deal(users: pa.ChunkedArray, images: pa.ChunkedArray, splits: pa.ChunkedArra
         dealt = _by_users if how.by == "users" else _by_images
         number[free] = dealt(names, owner[free], images, free, how)
     if not (number == 0).any():
-        raise ValueError("there is no image for training: is the split called train?")
+        raise ValueError(
+            "there is no image for training: call its split train, or deal all images by --splits deal"
+        )
     new = _names_of(names, owner, number)
     places = number.astype(np.int64) * len(names) + owner
     return pa.table(

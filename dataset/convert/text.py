@@ -15,9 +15,10 @@ from pathlib import Path, PurePath
 
 from dataset.store.columns import MAX_ID_BYTES
 
-SPLIT_NAMES = {"train": "train", "val": "val", "validation": "val", "test": "test"}
+SPLIT_NAMES = {
+    "train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test",
+}  # fmt: skip
 """The names that sources have for splits (such as Hugging Face's validation), and those of the file."""
-_SPLIT_WORDS = {**SPLIT_NAMES, "valid": "val", "dev": "val"}
 _WORD = re.compile(r"[a-z]+")
 MAX_CLASSES = 1 << 16
 _SHOWN = 80
@@ -72,16 +73,19 @@ def split_named(value: object, where: str) -> str:
 
 def split_in_name(path: PurePath) -> str | None:
     """The split that a file's path below its source names by a word: ``data/train-00000-of-00004.parquet``,
-    ``mnist_train.parquet``, ``Train/0000.parquet``; None where no word is one of a split.
+    ``mnist_train.parquet``, ``Train/0000.parquet``; None where no word is one of a split. Folders count where
+    the file's own name has none.
 
     Raises:
         ValueError: for a path that names two.
     """
-    words = _WORD.findall(path.with_suffix("").as_posix().lower())
-    found = sorted({_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS})
-    if len(found) > 1:
-        raise ValueError(f"{path} has two splits in its name, {' and '.join(found)}: rename or move it")
-    return found[0] if found else None
+    for part in (path.stem, path.parent.as_posix()):
+        found = sorted({SPLIT_NAMES[word] for word in _WORD.findall(part.lower()) if word in SPLIT_NAMES})
+        if len(found) > 1:
+            raise ValueError(f"{path} has two splits in its name, {' and '.join(found)}: rename or move it")
+        if found:
+            return found[0]
+    return None
 
 
 def split_by_names(root: Path, paths: Sequence[Path]) -> list[str | None]:
@@ -93,7 +97,7 @@ def split_by_names(root: Path, paths: Sequence[Path]) -> list[str | None]:
     splits = [split_in_name(path.relative_to(root)) for path in paths]
     if None in splits and len(set(splits)) > 1:
         raise ValueError(
-            f"{paths[splits.index(None)]} has no split ({', '.join(_SPLIT_WORDS)}) in its name, others have "
+            f"{paths[splits.index(None)]} has no split ({', '.join(SPLIT_NAMES)}) in its name, others have "
             "one: rename or move it"
         )
     return splits
@@ -119,12 +123,21 @@ class Names:
         given: all names in the order of their numbers, if they are known beforehand.
         numbered: whether the source has class numbers. Without ``given`` the names are then ``0``, ``1``, ...
             up to the highest number that occurs.
+
+    Raises:
+        ValueError: for given names of which two are one in Unicode's NFC.
     """
 
     def __init__(self, given: Sequence[str] | None = None, numbered: bool = False) -> None:
         self.given = given and [unicodedata.normalize("NFC", name) for name in given]
         self.numbered = numbered
-        self._known = frozenset(given or ())
+        self._known = frozenset(self.given or ())
+        if self.given and len(self._known) < len(self.given):
+            name = next(name for name, count in Counter(self.given).items() if count > 1)
+            raise ValueError(
+                f"two classes are called {shown(name)}, maybe with accents typed in two ways: give the names "
+                "by --classes, each another one"
+            )
         self._seen: dict[object, str] = {}
 
     def name(self, label: object, where: str) -> str:
@@ -138,8 +151,8 @@ class Names:
         return known
 
     def _checked(self, label: object, where: str) -> str:
-        if isinstance(label, str) and label in self._known:
-            return label
+        if isinstance(label, str) and (name := unicodedata.normalize("NFC", label)) in self._known:
+            return name
         if self.numbered:
             return self._of_number(label, where)
         text = checked_text(label, "label", where)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names, say_splits, shown, split_by_names
+from dataset.convert.text import SPLIT_NAMES, Names, shown, split_by_names
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
@@ -87,8 +87,7 @@ def read(source: Path, given: list[str] | None) -> Found:
         parts.append(_part(path, rows, scale))
     if shapes:
         scale.check(source)
-    say_splits(source, files)
-    return Found(parts, kinds, names, size, common_side(shapes), empty)
+    return Found(parts, kinds, names, size, common_side(shapes), empty, files=files)
 
 
 def _has_coarse(path: Path) -> bool:

@@ -145,19 +145,27 @@ class Users:
         """The users by these images' ids, without other images. The CSV may list images by their other ids.
 
         Raises:
-            ValueError: when it lists none of the images, gives an image another split, or lists them by ids
-                that are those of other images, too.
+            ValueError: when it lists none of the images, gives an image another split, lists them by ids
+                that are those of other images, too, or some by the one id and some by the other.
         """
         split_of = {record["image_id"]: record["partition"] for record in annotated.records}
         by_id = {image: image for image in self.images if image in split_of}
         by_other = {image: annotated.ids[image] for image in self.images if image in annotated.ids}
-        if len(by_id) == len(by_other) and by_id != by_other:
-            image = min(name for name in by_id if by_other.get(name, name) != name)
+        to_id, rest = (by_id, by_other) if len(by_id) >= len(by_other) else (by_other, by_id)
+        unsure = [name for name in by_id if by_other.get(name, name) != name]
+        if len(by_id) == len(by_other) and unsure:
+            image = min(unsure)
             raise ValueError(
                 f"{self.origin} may list images by their files' names or by the annotations' ids: {image} is "
                 f"the file {image}, or {by_other[image]}; rename the files, or number the images otherwise"
             )
-        to_id = by_id if len(by_id) >= len(by_other) else by_other
+        listed = frozenset(to_id.values())
+        more = [name for name in rest if name not in to_id and rest[name] not in listed]
+        if more or (len(by_id) == len(by_other) and by_id != by_other):
+            raise ValueError(
+                f"{self.origin} lists some images by file name and some by id, such as {min(by_id)} and "
+                f"{min(by_other.keys() - by_id.keys())}: list all by one of the two"
+            )
         if not to_id:
             image = min(self.images)
             raise ValueError(f"{self.origin} lists image {image!r} and others, which are none of the images")

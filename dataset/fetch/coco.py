@@ -113,10 +113,14 @@ class _Reader:
 
     def read(self, content: Json, origin: str, folder: str, split: str) -> None:
         categories = _categories(_list(content, "categories", origin), origin)
-        if self.form == "mask" and (any(map(is_background, categories.values())) or len(categories) >= VOID):
-            raise ValueError(
-                f"{origin}: masks have at most {VOID - 1} categories, none of which is called {BACKGROUND}"
-            )
+        if self.form == "mask" and len(categories) >= VOID:
+            raise ValueError(f"{origin} has {len(categories):,} categories; masks have at most {VOID - 1}")
+        for number, name in categories.items() if self.form == "mask" else ():
+            if is_background(name):
+                raise ValueError(
+                    f"{origin}: category {number} is called {name}, and masks have a {BACKGROUND} of their "
+                    "own, where no object is: take the category and its annotations out, or rename it"
+                )
         if self.categories and categories != self.categories:
             raise ValueError(f"{origin} has other categories than the files before it")
         self.categories = categories

@@ -139,7 +139,10 @@ def read_lists(place: Path) -> Lists:
     tests: list[Listing] = []
     for name, text in sorted(csv_texts(place).items()):
         origin = f"{place}: {name}"
-        header = next(csv.reader(io.StringIO(text, newline="")), [])
+        try:
+            header = next(csv.reader(io.StringIO(text, newline="")), [])
+        except csv.Error as error:
+            raise ValueError(f"{origin} is no CSV ({error}); download the file again") from None
         if TRAIN_CSV.fullmatch(name) or name.endswith(("_train.csv", "_train_split.csv")):
             users = [column for column in header if column not in ("image_id", "class", "label")]
             part = partition_name(name) if TRAIN_CSV.fullmatch(name) else "users"
@@ -244,13 +247,13 @@ def image_files(
         suffixes: suffixes of images, in small letters.
 
     Raises:
-        ValueError: when two files have the same id.
+        ValueError: when two files have the same id; links to one file are one.
     """
     found: dict[str, Path] = {}
     for path in files_below(folder):
         is_wanted = path.suffix.lower() in suffixes and path.stem in wanted
         is_wanted = is_wanted and (inside is None or path.parent.name in inside)
-        if is_wanted and (other := found.setdefault(path.stem, path)) != path:
+        if is_wanted and not (other := found.setdefault(path.stem, path)).samefile(path):  # by no link
             raise ValueError(
                 f"two files have the name of image {path.stem}, {other} and {path}: delete one if they are "
                 "the same photo, else give them different names, in the annotations or lists as well"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,7 @@ from dataset.store.hdf5 import DataFile
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m dataset.partitions",
-        description=f"{__doc__}\n{textwrap.fill(MEANING, 105)}",
+        description=f"{__doc__}\n{MEANING}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

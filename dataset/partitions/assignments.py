@@ -16,7 +16,7 @@ import unicodedata
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
     classes: list[int] = []
     labels: list[str] = []
     users: dict[str, list[str]] = {name: [] for name in user_columns.values()}
-    for where, row in csv_rows(text, origin, ["image_id", "class", *user_columns]):
+    for where, row in csv_rows(text, origin, ["image_id", "class", *user_columns], user_columns):
         if not all(row[column] for column in ("image_id", *user_columns)):
             raise ValueError(f"{where} has an empty id; download the file again")
         if not (row["class"].isascii() and row["class"].isdigit() and len(row["class"]) < 6):
@@ -80,7 +80,9 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
     return Listing(origin, ids, np.array(classes, np.int64), users, labels or None)
 
 
-def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+def csv_rows(
+    text: str, origin: str, needed: Sequence[str], users: Collection[str] | None = None
+) -> Iterator[tuple[str, dict[str, str]]]:
     """The rows of a CSV by column, each with the words that say where it stands.
 
     Names of users are those of Unicode's NFC, so that one name is one user however it is typed.
@@ -89,10 +91,11 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
         text: the CSV.
         origin: what it is called in an error.
         needed: the columns that it must have; ``image_id`` is one of them.
+        users: the columns of users; None: those whose names begin with user.
 
     Raises:
         ValueError: that names file and line for a column that is missing or there twice, a row of another
-            length, an image that comes twice, and white space around a needed value or a user.
+            length, an image that comes twice, and white space around an image id or a user.
     """
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     seen: dict[str, int] = {}
@@ -104,7 +107,7 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
         twice = [name for name, count in Counter(header).items() if name and count > 1]
         if twice:
             raise ValueError(f"{origin} has two columns {twice[0]!r}; leave one out")
-        ids = [name for name in header if name in needed or name.startswith("user")]
+        owners = [name for name in header if name.startswith("user")] if users is None else users
         for fields in filter(None, rows):  # an empty line is no row
             where = f"{origin}, line {rows.line_num}"
             if len(fields) != len(header):
@@ -112,7 +115,7 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
                     f"{where} has {len(fields)} fields, not {len(header)}; download the file again"
                 )
             row = dict(zip(header, fields))
-            for name in ids:
+            for name in ("image_id", *owners):
                 if row[name] != row[name].strip():
                     raise ValueError(f"{where} has white space around the {name} {row[name]!r}: remove it")
                 if name != "image_id":  # whose name is that of a file

@@ -80,7 +80,7 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
     found: dict[str, tuple[float, float]] = {}
-    for where, row in csv_rows(text, str(path), ("image_id", "latitude", "longitude")):
+    for where, row in csv_rows(text, str(path), ("image_id", "latitude", "longitude"), ()):
         try:
             place = float(row["latitude"]), float(row["longitude"])
         except ValueError:

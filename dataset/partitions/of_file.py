@@ -72,7 +72,7 @@ def read_csv(file: DataFile, path: Path) -> PartitionIndex:
     ids = file.split(PARTITIONED).image_ids
     row_of = {image: row for row, image in enumerate(ids)}
     users, rows = [], []
-    for where, line in csv_rows(text, str(path), ("image_id", "user_id")):
+    for where, line in csv_rows(text, str(path), ("image_id", "user_id"), ("user_id",)):
         if line["image_id"] not in row_of:
             raise ValueError(f"{where}: {file.path} has no training image {line['image_id']!r}")
         if not line["user_id"]:

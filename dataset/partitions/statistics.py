@@ -25,8 +25,8 @@ OWN_USERS = "users"
 SHOWN = 50
 """Clients whose images are counted class by class, for the picture."""
 MEANING = (
-    "EMD: distance between a client's shares of the classes and those of all images, from 0 (equal) to 2, "
-    "the mean by images; at random: the EMD if these images were dealt at random to clients of these sizes; "
+    "EMD: distance between a client's shares of the classes and those of all images, from 0 (equal) to 2,\n"
+    "the mean by images; at random: the EMD if these images were dealt at random to clients of these sizes;\n"
     "size cv: standard deviation of the clients' sizes over their mean."
 )
 """What the columns of `as_text` are."""

@@ -7,13 +7,15 @@ A file keeps the bytes of JPEGs unchanged. PNG, WebP, GIF, BMP and TIFF images a
 encoded as JPEG, without chroma subsampling, at a quality that the file records. Features that a JPEG cannot
 have are converted by rule: transparent images are laid over a background, 16 bits become 8 by dropping the
 lower byte, and of an animation the first frame is taken. Colour profiles are ignored, as they are for JPEGs,
-and so is the orientation that a camera notes, unless images are to stand upright.
+and so is the orientation that a camera notes, unless images are to stand upright; that of a TIFF is never
+ignored, as Pillow turns it during decoding.
 """
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -33,7 +35,7 @@ MAX_SCANS = 100
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF markers: they hold height and width
-_SCAN = 0xDA
+_SCAN, _APP1 = 0xDA, 0xE1
 _SEGMENT = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 """The marker of a segment, which has a length, or of the end; not a scan's escapes and restarts."""
 
@@ -49,30 +51,40 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
     data = bytes(data)
     if data[:2] != _START:
         raise ValueError("it is not a JPEG (no start marker)" if data else "it is empty")
-    size, at, end = None, 2, len(data)
-    while at + 4 <= end:
+    size, scan = None, 0
+    for marker, at, end in _segments(data):
+        scan = end
+        if marker in _FRAMES:
+            size = int.from_bytes(data[at + 3 : at + 5], "big"), int.from_bytes(data[at + 1 : at + 3], "big")
+    if size is None or 0 in size:
+        raise ValueError("its JPEG header gives no size")
+    if data.rfind(_END) < scan:
+        raise ValueError("it is cut off (no JPEG end marker)")
+    _refuse_bomb(*size, data)
+    return size
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """A JPEG's segments up to its first scan: marker, start and end of the content.
+
+    Raises ValueError with a clause that says what is wrong.
+    """
+    at = 2
+    while at + 4 <= len(data):
         if data[at] != 0xFF:
             raise ValueError("its JPEG header is broken")
         marker = data[at + 1]
         if marker == 0xFF:  # a fill byte
             at += 1
             continue
-        if marker in _FRAMES:
-            size = int.from_bytes(data[at + 7 : at + 9], "big"), int.from_bytes(data[at + 5 : at + 7], "big")
         length = int.from_bytes(data[at + 2 : at + 4], "big")
         if length < 2:
             raise ValueError("its JPEG header is broken")
+        yield marker, at + 4, at + 2 + length
         at += 2 + length
         if marker == _SCAN:
-            break
-    else:
-        raise ValueError("its JPEG header is cut off")
-    if size is None or 0 in size:
-        raise ValueError("its JPEG header gives no size")
-    if data.rfind(_END) < at:
-        raise ValueError("it is cut off (no JPEG end marker)")
-    _refuse_bomb(*size, data)
-    return size
+            return
+    raise ValueError("its JPEG header is cut off")
 
 
 def refuse_size(width: int, height: int, data: bytes | memoryview) -> None:
@@ -225,9 +237,22 @@ def other_format(data: bytes | memoryview) -> str | None:
     return next((name for start, name in _SIGNATURES.items() if head.startswith(start)), None)
 
 
+def _exif_of_jpeg(data: bytes) -> bytes:
+    """The content of a JPEG's segment with EXIF; behind the image there may be another one with its own."""
+    try:
+        for marker, at, end in _segments(data):
+            if marker == _APP1 and data.startswith(b"Exif\0\0", at):
+                return data[at:end]
+    except ValueError:  # whoever decodes it says so
+        pass
+    return b""
+
+
 def orientation(data: bytes | memoryview) -> int:
     """An image's EXIF orientation, 1 to 8; 1, upright, where it has none that can be read."""
     data = bytes(data)
+    if data[:2] == _START:
+        data = _exif_of_jpeg(data)
     found = _EXIF.search(data)
     if found is None:
         return 1

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset.store.hdf5 import DataFile
+from dataset.store.validate import validate
 from tests.dataset.convert.made_sources import convert, encoded, leaf_user, shown, write_leaf
 
 HF = "hf --source {0} --client_column client"
@@ -48,7 +49,7 @@ def test_class_numbers_are_those_of_their_own_file(tmp_path: Path, given: str, s
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["cat", "dog"], "test-0.parquet class names: give all files one form"),
+        (["cat", "dog"], "test-0.parquet class names: give all files one form, or the names by"),
         ([[0], [1]], "test-0.parquet lists of class numbers without names: give all files one form"),
     ],
 )
@@ -63,6 +64,43 @@ def test_files_of_two_forms_are_refused(
     assert "train-0.parquet has class numbers without names in the column 'label', " in line
 
 
+def test_files_without_names_have_the_given_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, names = tmp_path / "own", tmp_path / "names.txt"
+    write(own / "train-0.parquet", [0, 1], [1, 0], ["cat", "dog"])
+    write(own / "test-0.parquet", [2, 3], [0, 1])
+    convert(HF.format(own), tmp_path / "f.hdf5", 2)
+    assert "give all files one form, or the names by --classes" in capsys.readouterr().err
+    for given, labels in (("dog cat", "dog cat dog cat"), ("Hund Katze", "Katze Hund Hund Katze")):
+        names.write_text(given.replace(" ", "\n"))
+        out = convert(f"{HF.format(own)} --classes {names} --overwrite", tmp_path / "f.hdf5")
+        assert [label for _, (_, _, label) in sorted(shown(out).items())] == labels.split()
+    names.write_text("dog\ncat")
+    write(own / "test-0.parquet", [2, 3], [0, 1], ["dog", "eel"])
+    convert(f"{HF.format(own)} --classes {names}", tmp_path / "g.hdf5", 2)
+    said = "test-0.parquet names classes in the column 'label' that --classes lacks"
+    assert said in capsys.readouterr().err
+
+
+def test_class_names_are_one_however_they_are_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed, decomposed = "\u00e9", "e\u0301"
+    write(tmp_path / "own" / "train-0.parquet", [0, 1], [0, 1], [decomposed, "dog"])
+    write(tmp_path / "own" / "test-0.parquet", [2, 3], [0, 1], ["dog", composed])
+    found = shown(convert(HF.format(tmp_path / "own"), tmp_path / "f.hdf5"))
+    assert [found[n][2] for n in range(4)] == [composed, "dog", "dog", composed]
+    write(tmp_path / "own" / "test-0.parquet", [2, 3], [0, 1], [decomposed, composed])
+    convert(HF.format(tmp_path / "own"), tmp_path / "g.hdf5", 2)
+    assert f"two classes are called '{composed}'" in capsys.readouterr().err
+
+
+def test_a_list_of_the_class_of_each_object_may_repeat_one(tmp_path: Path) -> None:
+    write(tmp_path / "own.parquet", range(6), [[3, 3, 1], [0], [2, 1], [1], [2], [3]])
+    out = convert(f"{HF.format(tmp_path / 'own.parquet')} --splits deal", tmp_path / "f.hdf5")
+    validate(out)
+    assert shown(out)[0][2] == "1+3"
+
+
 def test_a_vector_of_ones_is_no_list_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "own.parquet", [0, 1, 2], [[0, 1, 0], [1, 0, 0], [0, 0, 1]])
     convert(HF.format(tmp_path / "own.parquet"), tmp_path / "f.hdf5", 2)
@@ -72,13 +110,29 @@ def test_a_vector_of_ones_is_no_list_of_classes(tmp_path: Path, capsys: pytest.C
     )
 
 
+@pytest.mark.parametrize("name", ["dev_set", "test_run"])
+def test_words_of_splits_in_names_that_are_none_need_splits_dealt(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in range(2):
+        users = {f"c{n}": leaf_user([n]) for n in range(4 * part, 4 * part + 4)}
+        write_leaf(tmp_path / "own" / f"{name}_{part}.json", users)
+    convert(f"leaf --source {tmp_path / 'own'}", tmp_path / "f.hdf5", 2)
+    assert (
+        "no image for training: call its split train, or deal all images by --splits deal"
+        in (capsys.readouterr().err.splitlines()[-1])
+    )
+    convert(f"leaf --source {tmp_path / 'own'} --splits deal", tmp_path / "f.hdf5")
+
+
 NAMES = [
     ("mnist_train", "mnist_test"),
     ("train_0", "test_0"),
     ("Train/0", "TEST/0"),
     ("data/default-train", "data/default-dev"),
     ("a-train1", "a-valid1"),
-    ("train/all_data_test_9", None),
+    ("cars-test-drive/train", "cars-test-drive/test"),
+    ("train-all_data_test_9", None),
     ("Train/0", "default/0"),
     ("test/train/0", "test/0"),
 ]
@@ -94,7 +148,10 @@ def test_splits_by_the_names_of_files(
         if form == "hf":
             write(own / f"{name}.parquet", numbers, [0, 1])
         else:
-            write_leaf(own / f"{name.replace('/', '-')}.json", {f"c{n}": leaf_user([n]) for n in numbers})
+            write_leaf(
+                own / f"{name.removeprefix('cars-test-drive/').replace('/', '-')}.json",
+                {f"c{n}": leaf_user([n]) for n in numbers},
+            )
     words = HF.format(own) if form == "hf" else f"leaf --source {own}"
     refused = other is None or "default/" in other or "/train/" in train
     convert(words, tmp_path / "f.hdf5", 2 if refused else 0)
@@ -112,3 +169,5 @@ def test_splits_by_the_names_of_files(
     assert f"; {split} is " in said or f": {split} is " in said
     with DataFile(tmp_path / "f.hdf5") as file:
         assert file.provenance["splits"] == "the source's"
+    convert(f"{words} --splits deal --overwrite", tmp_path / "f.hdf5")
+    assert "splits by the names of files" not in capsys.readouterr().err

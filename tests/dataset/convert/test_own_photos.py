@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from dataset.cli import run
+from dataset.partitions.__main__ import main as partitions
 from dataset.partitions.drawn import read_name
 from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
@@ -17,6 +21,7 @@ from dataset.store.validate import validate
 from dataset.store.views import SingleLabelView
 from tests.dataset.convert.made_sources import (
     convert,
+    encoded,
     label_of,
     plain,
     shown,
@@ -41,19 +46,36 @@ def test_one_name_is_one_client_and_one_class_however_it_is_typed(tmp_path: Path
     assert {found[n][2] for n in (20, 21)} == {"\u00e9"}
 
 
-@pytest.mark.parametrize("splits", [("",), ("train", "test")])
+@pytest.mark.parametrize("splits", [("",), ("train", "test"), ("train", "dev")])
 def test_a_folder_of_classes_has_one_user_a_split_whose_images_are_dealt(
     splits: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for split in splits:
         for number in NUMBERS:
-            at = number + 100 * (split == "test")
+            at = number + 100 * (split in ("test", "dev"))
             write_image(tmp_path / "own" / split / label_of(number) / f"{at}.jpg", at)
+    (tmp_path / "own" / splits[0] / "empty").mkdir()
     convert(f"folder --images {tmp_path / 'own'}", tmp_path / "f.hdf5")
-    assert "the source names no clients, so that one user owns each split" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the source names no clients, so that one user owns each split" in said
+    assert ("needs test: convert with --test_share" in said) == ("dev" in splits)
+    (line,) = [line for line in said.splitlines() if " python -m dataset.partitions " in line]
+    assert "by --data.partition lda-1-clients-10-seed-0; " in line
+    words = line.split(" dataset.partitions ")[1].replace("lda-1-clients-10", "iid-clients-3").split()
+    assert run(partitions, words) == 0, "that of so few images, as lda asks for more"
     check_one_user(tmp_path / "f.hdf5", len(NUMBERS) * len(splits))
     write_image(tmp_path / "own" / splits[0] / "cat" / "deeper" / "x.jpg", 99)
     convert(f"folder --images {tmp_path / 'own'}", tmp_path / "g.hdf5", 2)
+    assert "images lie in client/class/, or all in class/" in capsys.readouterr().err
+
+
+def test_label_sets_without_clients_are_dealt_iid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = [{"bytes": encoded(n, "PNG"), "path": None} for n in NUMBERS]
+    table = pa.table({"image": images, "label": [[n % 3] for n in NUMBERS]})
+    pq.write_table(table, tmp_path / "own.parquet")
+    convert(f"hf --source {tmp_path / 'own.parquet'}", tmp_path / "f.hdf5")
+    said = capsys.readouterr().err
+    assert "so that one user owns each split: train by --data.partition iid\n" in said
 
 
 def check_one_user(path: Path, images: int) -> None:

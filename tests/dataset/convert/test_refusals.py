@@ -154,10 +154,10 @@ def test_a_csv_that_is_wrong(
 def test_an_unknown_split_and_a_split_that_hides_all(capsys: pytest.CaptureFixture[str]) -> None:
     write_listed(Path("own"), range(1, 13), split="train")
     replaced("eel,train", "eel,tset")()
-    refused(LISTED, "line 3 has the split 'tset'; there are train, val, validation, test", capsys)
+    refused(LISTED, "line 3 has the split 'tset'; there are train, val, valid, validation, dev, test", capsys)
     text = Path("own/labels.csv").read_text().replace("tset", "train")
     Path("own/labels.csv").write_text(text.replace(",train", ",test"))
-    refused(LISTED, "there is no image for training: is the split called train?", capsys)
+    refused(LISTED, "there is no image for training: call its split train, or deal", capsys)
 
 
 WORDS = [

@@ -183,7 +183,10 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (of_annotation("segmentation", runs("P")), "in a text that is cut off"),
     (of_annotation("segmentation", runs("é")), "in a text that is not pycocotools'"),
     (of_image("width", 1 << 40), "pixels, more than 67,108,864"),
-    (lambda content: content["categories"][0].update(name="background"), "is called background"),
+    *(
+        (lambda content, name=name: content["categories"][0].update(name=name), f" is called {name}, and")
+        for name in ("background", "Background", "_background_")
+    ),
     (of_annotation("category_id", 2), "annotation 3 has the category 2, which the file does not name"),
 ]  # fmt: skip
 

@@ -44,6 +44,18 @@ def test_names_that_are_ids_of_other_images_are_refused(
     assert "may list" not in capsys.readouterr().err, "a file's name is its id"
 
 
+@pytest.mark.parametrize("rows", ["{0},a\n102,b\n", "{0},a\n{1},a\n103,b\n", "{0},a\n102,b\n103,b\n"])
+def test_rows_by_file_name_beside_rows_by_id_are_refused(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = coco_folder(tmp_path / "in", numbered({one.number: 100 + one.number for one in TRAIN}))
+    names = "1", "7"
+    write_files(folder, {"users.csv": f"image_id,user_id\n{rows.format(*names)}".encode()})
+    assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
+    said = "users.csv lists some images by file name and some by id, such as 1 and 10"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rows", ["1,a \n", "1, a\n", " 1,a\n"])
 def test_white_space_is_refused(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = with_users(tmp_path, f"image_id,user_id\n2,a\n{rows}")
@@ -70,8 +82,8 @@ def test_images_of_nobody_are_counted_beside_the_users(
     folder = with_users(tmp_path, "image_id,user_id\n1,a\n2,b\n7,NA\n4,a\n")
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 0
     said = capsys.readouterr().err
-    assert "3 users by the column user_id of " in said, "a, b and val-a"
-    assert "; 5 images of nobody belong to the user no-author or all-SPLIT" in said
+    assert "; 2 users by the column user_id of " in said, "a, who is val-a in val, and b"
+    assert "; 5 images of nobody belong to no-author and val-no-author\n" in said
     assert list(owned(tmp_path / "f.hdf5").values()).count("no-author") == 3
     with DataFile(tmp_path / "f.hdf5") as file:
         assert "5 images of nobody" in file.provenance["users"]
@@ -93,9 +105,15 @@ def test_two_files_of_one_name_may_be_two_photos(tmp_path: Path) -> None:
     write_files(tmp_path, {"train/x.jpg": b"1", "val/x.jpg": b"2"})
     with pytest.raises(ValueError, match=r"two files have the name of image x, .* else give them diff"):
         image_files(tmp_path, {"x"})
+    (tmp_path / "val" / "x.jpg").unlink()
+    (tmp_path / "val" / "link").symlink_to(tmp_path / "train")
+    assert image_files(tmp_path, {"x"})["x"].samefile(tmp_path / "train" / "x.jpg")
 
 
 def test_a_quoted_header_is_a_header(tmp_path: Path) -> None:
     quoted = TEXT.replace("user_id,image_id,class", '"user_id","image_id","class"')
     write_files(tmp_path, {"federated_train.csv": quoted.encode(), "test.csv": b"image_id,class\nq,1\n"})
     assert read_lists(tmp_path).partition_names == ["users"]
+    write_files(tmp_path, {"federated_train.csv": b'"user_id,' + b"image_id,class\n" * 10_000})
+    with pytest.raises(ValueError, match=r"federated_train.csv is no CSV \(field larger than"):
+        read_lists(tmp_path)

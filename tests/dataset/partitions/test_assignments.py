@@ -30,6 +30,8 @@ def test_a_listing_is_read_with_ids_as_they_are() -> None:
     assert listing.labels is None
     with_labels = read_listing("class,label,image_id\n1,Acer rubrum,q\n", "t.csv", {})
     assert (with_labels.labels, with_labels.users) == (["Acer rubrum"], {})
+    more = "image_id,class,user_id,user_note\nq,1,9, shy \n"
+    assert read_listing(more, "x.csv", {"user_id": "users"}).users == {"users": ["9"]}
 
 
 @pytest.mark.parametrize(

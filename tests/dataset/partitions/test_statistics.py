@@ -91,7 +91,8 @@ def test_the_command_prints_a_line_for_each_and_writes_json_and_figures(
     content = json.loads((out / "statistics.json").read_text())
     assert [one["name"] for one in content] == ["crossed", "geo-100", "users", "users"]
     assert f"{content[1]['emd']:.3f}" in lines[2]
-    assert lines[5:] == [MEANING, "train dealt by geo-100: 2 of 7 images belong to no client"]
+    assert lines[5:] == [*MEANING.splitlines(), "train dealt by geo-100: 2 of 7 images belong to no client"]
+    assert max(map(len, MEANING.splitlines())) <= 110
     with pytest.raises(SystemExit):
         main(["--help"])
     assert " ".join(MEANING.split()) in " ".join(capsys.readouterr().out.split())

@@ -267,6 +267,23 @@ def test_an_image_is_turned_as_its_exif_says(turn: int, kind: str) -> None:
         assert decode(to_jpeg(data, how)[0], None).shape == expected.shape
 
 
+def test_exif_behind_a_jpeg_or_in_another_segment_is_not_its_own() -> None:
+    """As in a photo with a second picture behind it, and one that only mentions EXIF."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray(draw(7))
+    turned = saved(image, "JPEG", exif=exif)
+    assert orientation(saved(image, "JPEG") + turned) == 1
+    assert orientation(saved(image, "JPEG", comment=turned[turned.index(b"Exif") :][:60])) == 1
+    assert orientation(turned[:2] + b"\xff\xe1\0\x08http" + b"\0\0" + turned[2:]) == 6
+
+
+def test_tiffs_are_always_turned() -> None:
+    image = Image.fromarray(np.ascontiguousarray(draw(7)[:, :20]))
+    pixels, _ = to_pixels(saved(image, "TIFF", tiffinfo={0x0112: 6}), "white")
+    assert np.array_equal(pixels, np.asarray(image.transpose(Image.Transpose.ROTATE_270)))
+
+
 def test_damaged_exif_is_none() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
