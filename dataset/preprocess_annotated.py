@@ -36,7 +36,7 @@ from dataset.store.images import Transcoding
 SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp")
 NOBODY_KNOWN = (
     "nobody is known who took these images, so that one user owns each split: give --users_csv, or draw "
-    "clients with python -m dataset.partitions"
+    "clients in training, as --data.partition iid-clients-10-seed-0"
 )
 
 
