@@ -26,9 +26,9 @@ from dataset.files import imported, write_json
 from tests.shown import ROOT, commands
 from tests.test_commands import CONFIGS, PAGES, programs
 
-REPLACED = ("data_path", "run_dir", "weights", "resume")
-"""Options that name files of the reader's own."""
-MULTIPLE = re.compile(r"set federated.num_rounds to a multiple of (\d+)")
+REPLACED = ("data_path", "run_dir", "weights", "resume", "model.keep_head")
+"""Options that name files of the reader's own, or are about what is in them."""
+MULTIPLE = re.compile(r"set federated.num_rounds to (?:a multiple of )?(\d+)")
 LIMIT_S = 900
 TRAINING = frozenset(train_commands().values())
 
