@@ -253,6 +253,14 @@ def test_a_module_outside_the_tree_is_found_by_every_command_and_recorded(
     assert results(tmp_path / "run")["own_code"] == {"mine": hashlib.sha256(OWN.encode()).hexdigest()}
 
 
+def test_a_module_of_ones_own_that_is_not_there_is_said_before_any_config(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FL_IMPORT", "nothing_of_mine")
+    train(code=2)
+    assert error_line(capsys).startswith("error: FL_IMPORT names nothing_of_mine, which cannot be imported")
+
+
 def test_every_file_of_a_package_of_ones_own_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ from benchmarks.core.secret import statement_path
 from benchmarks.core.single_users import scores_of_users
 from benchmarks.core.tracking import Tracking
 from dataset.cli import held
-from dataset.files import file_digest, write_json
+from dataset.files import file_digest, own_modules, write_json
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
 from dataset.store.validate import check_columns
@@ -118,6 +118,7 @@ def started(runtime: Runtime) -> Iterator[None]:
 
 def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: str) -> None:
     """The training command of a benchmark: parse, train, report; ``text`` and ``module`` are for the help."""
+    own_modules()  # a fault in one is no fault of a config, in which it would come up next
     if {"--help", "-h"} & set(argv):
         print(kind.benchmark.help(text, f"python -m {module}"))
         return

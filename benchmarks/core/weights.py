@@ -71,9 +71,9 @@ def with_traces(config: SomeConfig) -> SomeConfig:
 def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
     """What is recorded of the weights that training began from; None from scratch.
 
-    Licence, description and normalisation are None where they are not known; ``torchvision`` is whether they
-    are torchvision's of ImageNet. Of the model of a run of ours,
-    ``experiment_sha256`` is the digest of what its seeds have in common.
+    Licence, description and normalisation are None where they are not known. ``torchvision`` says whether
+    the weights are torchvision's of ImageNet. Of the model of a run of ours, ``experiment_sha256`` is the
+    digest of what its seeds have in common.
 
     Args:
         config: of the run.
