@@ -19,7 +19,12 @@ HERE = Path(__file__).parent
 CONFIGS, RESULTS = HERE / "configs", HERE / "results"
 SEED = "{seed}"
 WORDS = ("Command", "Source", "Published", "Scored", "Accepted", "Time", "Deviates")
-SCORED = ("best round", "last round")
+SCORED = {"best round": "best", "last round": "last", "last 10 rounds": "last_10", "own images": "own"}
+"""Which accuracy a row compares, and its name in a kept result.
+
+Of the last 10 rounds it is the mean. Own images are those that users set aside, each scored by its user's own
+model after the last round.
+"""
 _PUBLISHED = re.compile(r"none|([0-9.]+)(?: ± ([0-9.]+))?")
 _ACCEPTED = re.compile(r"none|([0-9.]+) to ([0-9.]+)")
 
@@ -36,7 +41,7 @@ class Row:
     deviation: float | None
     """The source's standard deviation, if it states one."""
     scored: str
-    """Which round's accuracy it is: one of `SCORED`."""
+    """Which accuracy it is: one of `SCORED`."""
     band: tuple[float, float] | None
     """The interval in which our mean is accepted, fixed before the first run; None: nothing was published."""
     by_seed: Mapping[str, str]

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.core.code_version import commit
@@ -73,8 +74,16 @@ def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tre
         "best_round": best,
         "best": curve[best],
         "last": curve[rounds[-1]],
+        "last_10": fmean(curve[number] for number in rounds[-10:]),
+        **_of_own_models(results),
         "curve": [curve[number] for number in rounds],
     }
+
+
+def _of_own_models(results: Tree) -> Tree:
+    """The accuracy of users' own models on the images that they set aside, if the run has it."""
+    seen = results.get("clients", {}).get("seen", {})
+    return {"own": seen["personal"]["pooled"]["accuracy"]} if "personal" in seen else {}
 
 
 def _of_a_diverged_run(directory: Path, number: int) -> Tree:

@@ -22,12 +22,12 @@ HEAD = ["row", "scored", "published", "accepted", "ours", "n", "difference", "ve
 
 
 def scores(row: Row) -> dict[int, float]:
-    """The accuracy of each finished run of a row, by seed, in the round that the source scores.
+    """The accuracy of each finished run of a row, by seed, scored as the source does.
 
     Raises:
         ValueError: for a file that is damaged or of another row.
     """
-    key = row.scored.partition(" ")[0]
+    key = rows.SCORED[row.scored]
     found: dict[int, float] = {}
     for path in sorted(rows.RESULTS.glob(f"{row.name}-seed*.json")):
         if not path.stem.removeprefix(f"{row.name}-seed").isdigit():

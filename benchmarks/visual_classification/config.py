@@ -137,6 +137,15 @@ PFL_CIFAR10: Tree = {
     "evaluation": {"every_rounds": 10},
 }
 """The CIFAR-10 benchmark of pfl-research (its image_classification/configs/baseline.yaml)."""
+FEDREP: Tree = {
+    "data": {"dataset": "cifar10"},
+    "model": {"arch": "fedrep_cnn", "init": "torchvision", "normalisation": "imagenet"},
+    "augment": {"crop": "padded", "padding": "zero", "flip": "horizontal"},
+    "local": {"learning_rate": 0.01, "momentum": 0.5, "weight_decay": 1e-4, "batch_size": 10},
+    "federated": {"num_rounds": 100, "cohort_size": 10, "weighting": "users"},
+    "evaluation": {"every_rounds": 1},
+}
+"""CIFAR-10 in FedRep (Collins et al. 2021, arXiv 2102.07078), by its code."""
 RECIPES: Mapping[str, Tree] = {
     "cifar10": {"data": {"dataset": "cifar10"}, "federated": {"num_rounds": 10_000}},
     "cifar100": {"data": {"dataset": "cifar100"}, "federated": {"num_rounds": 20_000}},
@@ -145,6 +154,7 @@ RECIPES: Mapping[str, Tree] = {
     "landmarks": LANDMARKS,
     "niid-bench": NIID_BENCH,
     "pfl-cifar10": PFL_CIFAR10,
+    "fedrep": FEDREP,
     "two-layers": {"model": {"trained": "two_layers"}},
     "scratch": {"model": {"pretrained": False}, "federated": {"num_rounds": 50_000}},
     "centralised": {"mode": "centralised"},

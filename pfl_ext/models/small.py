@@ -66,6 +66,14 @@ def _convolutional(channels: Sequence[int], padding: int, flat: int, units: Sequ
     return nn.Sequential(OrderedDict(layers[:-1]))
 
 
+def _unpadded_side(name: str, input_size: int) -> int:
+    """The side that two unpadded 5 x 5 convolutions, each before a 2 x 2 max-pooling, leave of an image."""
+    side = ((input_size - 4) // 2 - 4) // 2
+    if side < 1:
+        raise ValueError(f"input_size is {input_size}, but {name} leaves nothing of that: use at least 16")
+    return side
+
+
 @NETWORKS.register("cifar_cnn")
 def cifar_cnn(num_labels: int, input_size: int) -> nn.Sequential:
     """The CIFAR network of Hsu, Qi and Brown 2020 (Section 6.5), ``[B, 3, S, S]`` -> ``[B, K]``.
@@ -86,9 +94,7 @@ def lenet(num_labels: int, input_size: int) -> nn.Sequential:
     Two 5 x 5 convolutions of 6 and 16 channels without padding, each before a 2 x 2 max-pooling, then 120, 84
     and K units, ReLU between; 62,006 parameters for S = 32 and K = 10.
     """
-    side = ((input_size - 4) // 2 - 4) // 2
-    if side < 1:
-        raise ValueError(f"input_size is {input_size}, but lenet leaves nothing of that: use at least 16")
+    side = _unpadded_side("lenet", input_size)
     return _convolutional((6, 16), 0, 16 * side**2, (120, 84, num_labels))
 
 
@@ -99,12 +105,19 @@ def fedavg_cnn(num_labels: int, input_size: int) -> nn.Sequential:
     Two 5 x 5 convolutions of 32 and 64 channels without padding, each before a 2 x 2 max-pooling, then 512
     and K units, ReLU between; 878,538 parameters for S = 32 and K = 10.
     """
-    side = ((input_size - 4) // 2 - 4) // 2
-    if side < 1:
-        raise ValueError(
-            f"input_size is {input_size}, but fedavg_cnn leaves nothing of that: use at least 16"
-        )
+    side = _unpadded_side("fedavg_cnn", input_size)
     return _convolutional((32, 64), 0, 64 * side**2, (512, num_labels))
+
+
+@NETWORKS.register("fedrep_cnn")
+def fedrep_cnn(num_labels: int, input_size: int) -> nn.Sequential:
+    """The CIFAR-10 network of FedRep (Collins et al. 2021, arXiv 2102.07078), ``[B, 3, S, S]`` -> ``[B, K]``.
+
+    Two 5 x 5 convolutions of 64 channels without padding, each before a 2 x 2 max-pooling, then 120, 64 and K
+    units, ReLU between; 307,842 parameters for S = 32 and K = 10.
+    """
+    side = _unpadded_side("fedrep_cnn", input_size)
+    return _convolutional((64, 64), 0, 64 * side**2, (120, 64, num_labels))
 
 
 @NETWORKS.register("simple_cnn")

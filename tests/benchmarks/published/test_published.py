@@ -174,7 +174,7 @@ def test_the_protocol_of_private_features() -> None:
         ({"without": "made"}, "its opening comment has no line '# made: ...'"),
         ({"published": "about 50"}, "write Published as"),
         ({"accepted": "50"}, "Accepted as '60.5 to 64.5'"),
-        ({"scored": "any round"}, "Scored as best round or last round"),
+        ({"scored": "any round"}, "Scored as best round or last round or last 10 rounds or own images"),
     ],
 )
 def test_a_row_that_is_not_written_as_one_is_refused(write: Write, values: Any, message: str) -> None:
@@ -222,6 +222,48 @@ def test_a_row_is_run_kept_and_shown_once(
     assert run(train.main, ["--row", "scrambled", *argv[2:]]) == 2
     said = "made by dataset.cifar10.download_preprocess, but the row is of what python -m dataset.cifar10_pfl"
     assert said in capsys.readouterr().err
+
+
+def test_the_protocol_of_fedrep() -> None:
+    own, shared = (
+        VISION.parse(read_row(name).words(3)).config for name in ("fedrep-shards2", "fedrep-fedavg-shards2")
+    )
+    for config in (own, shared):
+        local, federated, model, augment = config.local, config.federated, config.model, config.augment
+        assert (local.learning_rate, local.momentum, local.weight_decay) == (0.01, 0.5, 1e-4)
+        assert (local.num_epochs, local.batch_size, local.reshuffle) == (1, 10, True)
+        assert (local.straddle, local.max_images, local.max_grad_norm) == (False, None, None)
+        assert (federated.num_rounds, federated.cohort_size, federated.weighting) == (100, 10, "users")
+        assert (config.server.optimizer, config.server.learning_rate, config.server.momentum) == ("sgd", 1, 0)
+        assert (model.arch, model.init, model.normalisation) == ("fedrep_cnn", "torchvision", "imagenet")
+        assert (augment.crop, augment.padding, augment.flip) == ("padded", "zero", "horizontal")
+        assert config.data.partition == "shards-2-clients-100-seed-3"
+    options = own.federated.options
+    assert (options["personal"], options["personal_epochs"], options["tune_epochs"]) == ("head", 10, 10)
+    assert own.federated.algorithm == "fedrep"
+    assert shared.evaluation.every_rounds == 1
+
+
+def test_users_own_models_and_the_last_rounds_are_kept_and_compared(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = BODY.replace("cohort_size: 3", "cohort_size: 3\n  algorithm: fedrep\n  options: {{held_out: 0.5}}")
+    write(body=body, scored="own images", accepted="0 to 100")
+    with sparingly():
+        train.main(["--row", "made", "--data_path", str(made_data(tmp_path))])
+    kept = json.loads((tmp_path / "results" / "made-seed0.json").read_text())
+    results = json.loads((tmp_path / "runs" / "made-seed0" / "results.json").read_text())
+    assert kept["own"] == results["clients"]["seen"]["personal"]["pooled"]["accuracy"]
+    assert kept["last_10"] == sum(kept["curve"]) / 2
+    put(tmp_path / "results", 1, own=60.0, last_10=20.0, best=1.0, last=2.0)
+    capsys.readouterr()
+    for scored, ours in (
+        ("own images", (kept["own"] + 60) / 2),
+        ("last 10 rounds", (kept["last_10"] + 20) / 2),
+    ):
+        write(body=body, scored=scored, accepted="0 to 100")
+        assert run(verify.main, []) == 0
+        assert f"| {scored} | 50 ± 2.5 | 0 to 100 | {ours:.2f} ± " in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_is_kept_until_then(

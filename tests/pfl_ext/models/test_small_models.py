@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +60,25 @@ def test_lenet_has_niid_benchs_layers(side: int) -> None:
 
 
 @pytest.mark.parametrize("side", [16, 28, 32])
-def test_the_network_of_pfllib_has_its_layers(side: int) -> None:
-    net = build("fedavg_cnn", input_size=side)
+@pytest.mark.parametrize(
+    "arch, channels, units, total",
+    [("fedavg_cnn", (32, 64), (512, 10), 878_538), ("fedrep_cnn", (64, 64), (120, 64, 10), 307_842)],
+)
+def test_networks_of_personalised_learning_have_their_layers(
+    arch: str, channels: tuple[int, int], units: tuple[int, ...], total: int, side: int
+) -> None:
+    net = build(arch, input_size=side)
     shapes = [tuple(p.shape) for name, p in net.named_parameters() if name.endswith("weight")]
     left = ((side - 4) // 2 - 4) // 2
-    assert shapes == [(32, 3, 5, 5), (64, 32, 5, 5), (512, 64 * left**2), (10, 512)]
+    linear = [(after, before) for before, after in pairwise((channels[1] * left**2, *units))]
+    assert shapes == [(channels[0], 3, 5, 5), (channels[1], channels[0], 5, 5), *linear]
     assert net(torch.rand(2, 3, side, side)).shape == (2, 10)
-    assert side != 32 or sum(p.numel() for p in net.parameters()) == 878_538
+    assert side != 32 or sum(p.numel() for p in net.parameters()) == total
     with pytest.raises(ValueError, match="use at least 16"):
-        build("fedavg_cnn", input_size=15)
+        build(arch, input_size=15)
 
 
-@pytest.mark.parametrize("arch", ["cifar_cnn", "lenet", "fedavg_cnn"])
+@pytest.mark.parametrize("arch", ["cifar_cnn", "lenet", "fedavg_cnn", "fedrep_cnn"])
 def test_the_engine_takes_small_networks_apart(arch: str) -> None:
     assert CohortEngine(ImageClassifier(build(arch), input_size=32, task=SingleLabel()))._fusable
 
