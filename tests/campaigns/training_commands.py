@@ -4,13 +4,14 @@
 
 `tests.test_commands` has every command read by its program; here training commands run to their results, in
 processes of their own, with the embedded data set in place of theirs and one round or epoch in place of all.
-Prints a line for each, and ends with 1 if any failed.
+Prints a line for each, and ends with 1 if any failed. With ``--output`` it goes on after a stop: commands
+whose success stands in the file are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 from benchmarks.console import train_commands
 from benchmarks.core.experiment import Experiment
 from dataset.files import imported, write_json
+from tests.launching import environment, warmly
 from tests.shown import ROOT, commands
 from tests.test_commands import CONFIGS, PAGES, programs
 
@@ -80,10 +82,9 @@ def outcome(module: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
             shortened = short(module, words, rounds, folder / f"run{attempt}")
         except ValueError as fault:
             return 2, str(fault)
-        environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", module, *shortened],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            warmly(module, *shortened), cwd=ROOT, env=environment(WANDB_MODE="offline"),
+            capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
         code, said = done.returncode, (done.stderr if done.returncode else done.stdout).strip()
         again = MULTIPLE.search(said)
@@ -97,28 +98,31 @@ def main(argv: Sequence[str]) -> int:
     """Run them all; the number of failures decides the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.training_commands", description=__doc__)
     parser.add_argument("--only", default="", help="only commands that contain this")
-    parser.add_argument("--output", type=Path, help="JSON with the outcome of each")
+    parser.add_argument("--output", type=Path, help="JSON with the outcome of each, from which to go on")
     options = parser.parse_args(argv)
-    found: list[dict[str, Any]] = []
+    kept = json.loads(options.output.read_text()) if options.output and options.output.exists() else []
+    found: dict[str, dict[str, Any]] = {each["command"]: each for each in kept}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         listed = list(training_commands(folder))
         chosen = [each for each in listed if options.only in " ".join((each[0], each[1], *each[2]))]
         for number, (place, module, words) in enumerate(chosen):
+            line = f"python -m {module} {' '.join(words)}"
+            if line in found and not found[line]["code"]:
+                continue
             begin = time.monotonic()
             run = folder / str(number)
             run.mkdir()
             code, said = outcome(module, words, run)
             seconds = round(time.monotonic() - begin)
-            line = f"python -m {module} {' '.join(words)}"
             print(f"{number + 1}/{len(chosen)} {code} {seconds:4} s  {place}: {line}", flush=True)
             if code:
                 print(f"    {said}", flush=True)
-            found.append({"place": place, "command": line, "code": code, "seconds": seconds, "said": said})
-    failed = sum(each["code"] != 0 for each in found)
+            found[line] = {"place": place, "command": line, "code": code, "seconds": seconds, "said": said}
+            if options.output:
+                write_json(options.output, list(found.values()))
+    failed = sum(each["code"] != 0 for each in found.values())
     print(f"{len(found)} training commands, {failed} failed")
-    if options.output:
-        write_json(options.output, found)
     return int(failed > 0)
 
 
