@@ -230,7 +230,7 @@ class Direct:
             for user, change in zip(cohort.tolist(), changes):
                 self.own[user] = self.own[user] + change
         if config.federated.algorithm == "feddyn":
-            mean = mean - self.c / config.federated.options["alpha"]
+            mean = mean - self.c / config.federated.chosen_options.alpha
         if config.federated.algorithm == "fednova":  # w <- w + tau_eff sum p_i d_i, d_i = update_i / |a_i|
             normalised = [q * update / a for q, update, (a, _) in zip(p, sent, counts)]
             steps = [count if config.federated.mu else a for a, count in counts]
@@ -249,7 +249,7 @@ class Direct:
             mu = 0.01
         correction = self.c - own if scaffold else np.zeros_like(x)
         if federated.algorithm == "feddyn":
-            mu, correction = federated.options["alpha"], -own
+            mu, correction = federated.chosen_options.alpha, -own
         if self.defect == "sign":
             correction = -correction
         start = np.zeros_like(x)

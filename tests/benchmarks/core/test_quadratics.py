@@ -58,8 +58,8 @@ WHOLE: Tree = {
 
 def optimum(by_images: bool) -> FloatArray:
     """Where the weighted mean of the users' losses is least, ``[P]``, from the normal equations."""
-    store = Users()
-    squares, products = 0.0, 0.0
+    store, width = Users(), 3 * SIDE * SIDE + 1
+    squares, products = np.zeros((width, width)), np.zeros((width, CLASSES))
     for user, size in enumerate(SIZES):
         rows = np.arange(store.user_offsets[user], store.user_offsets[user + 1])
         pixels, targets = map(torch.from_numpy, store.read(rows))
@@ -67,9 +67,8 @@ def optimum(by_images: bool) -> FloatArray:
         weight = (size / sum(SIZES) if by_images else 1 / len(SIZES)) / size
         squares = squares + weight * batch.x.T @ batch.x
         products = products + weight * batch.x.T @ batch.t
-    decay = WHOLE["local"]["weight_decay"] * np.eye(3 * SIDE * SIDE + 1)
+    decay = WHOLE["local"]["weight_decay"] * np.eye(width)
     solution = np.linalg.solve(squares + decay, products).T  # [K, D + 1]
-    assert len(solution) == CLASSES
     return np.concatenate([solution[:, :-1].ravel(), solution[:, -1]])
 
 
