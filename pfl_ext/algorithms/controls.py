@@ -93,7 +93,7 @@ class WithControls(OnPfl):
 
     tunes_engine = False  # what it keeps of a user changes whenever that user trains
     idle_in_runtime = "reduce"  # rounded sums would move the server's vector away from the users' mean
-    paper_name: ClassVar[str]
+    title: ClassVar[str]
     state_key: ClassVar[str] = "federated.options.max_state_gb"
     """Config key of the most disk that users' vectors may take."""
 
@@ -115,7 +115,7 @@ class WithControls(OnPfl):
         state, most = cls.state_bytes(setup) / 1e9, setup.options.max_state_gb
         if state > most:
             raise ValueError(
-                f"{cls.paper_name} keeps a copy of the model for each of {setup.touched:,} users, "
+                f"{cls.title} keeps a copy of the model for each of {setup.touched:,} users, "
                 f"{state:,.1f} GB, above {cls.state_key} = {most:g}: raise it, or choose fedavg or fedprox"
             )
 
@@ -145,7 +145,7 @@ class WithControls(OnPfl):
         other_steps = local.grad_accumulation_steps != 1 or local.get("local_num_steps")
         if model.grad_scaler is not None or other_steps:
             raise ValueError(
-                f"{self.paper_name} has no gradient scaling, accumulation or local_num_steps: leave them out"
+                f"{self.title} has no gradient scaling, accumulation or local_num_steps: leave them out"
             )
 
 

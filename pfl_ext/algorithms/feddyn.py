@@ -114,7 +114,7 @@ class FedDyn(WithControls):
     """FedDyn on pfl's loop, with parameters `FedDynParams`. h is the `Controls`' vector of the server."""
 
     options = FedDynOptions
-    paper_name = "FedDyn"
+    title = "FedDyn"
     files = (FILE,)
     refusals: ClassVar[Refusals] = only_weighted(
         "FedDyn",

@@ -174,7 +174,7 @@ class Scaffold(WithControls):
     """SCAFFOLD on pfl's loop, with parameters `ScaffoldParams`."""
 
     options = ScaffoldOptions
-    paper_name, state_key = "SCAFFOLD", "federated.max_state_gb"
+    title, state_key = "SCAFFOLD", "federated.max_state_gb"
     files = (CONTROLS,)
     refusals: ClassVar[Refusals] = only_weighted("SCAFFOLD", ONLY_WEIGHTED)
     takes: ClassVar[tuple[str, ...]] = ("devices",)
