@@ -50,7 +50,7 @@ class Corrected(Rule):
     """
 
     def __init__(self, rule: Rule, update: Sent, learning_rate: float) -> None:
-        super().__init__()
+        super().__init__(rule.proximal_weight)
         self.correction, self.corrects_all = rule.correction, rule.corrects_all
         self._step = {name: t / learning_rate for name, t in update.items()}
 

@@ -60,7 +60,7 @@ class Rule:
     """Local SGD, and a weighted mean of the updates: FedAvg. An algorithm overrides what differs."""
 
     proximal_weight: float = 0.0
-    """Weight of ``|w - w_central|^2 / 2`` in every user's loss. Not together with a correction."""
+    """Weight of ``|w - w_central|^2 / 2`` in every user's loss."""
     correction: Correction | None = None
     """Where each user's correction is added; None: there are no corrections, and `user` is not called."""
     corrects_all: bool = True

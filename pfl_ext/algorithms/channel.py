@@ -13,8 +13,6 @@ Private runs refuse error feedback, since its state outlives the round. Local pr
 since its noise makes every message dense.
 
 **Replacement.** A user who comes twice in a cohort has draws of its own each time, as in its local training.
-
-Letters: P numbers of an update, n users of a cohort.
 """
 
 from __future__ import annotations
@@ -24,99 +22,21 @@ from pathlib import Path
 
 import torch
 from pfl.context import UserContext
-from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
+from pfl_ext.algorithms.cohort_vectors import CohortVectors
 from pfl_ext.algorithms.flat_variables import FlatVariables
-from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
 from pfl_ext.stage import Stage, turn_of
-from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main
+from pfl_ext.workers.distributed import current
 
 FILE = "compression_errors.f32"
 """The file of the users' compression errors, beside a run's checkpoints."""
-
-
-class Errors:
-    """Every user's compression error e ``[P]``, the part of its updates that was not sent so far.
-
-    Worker 0 has them on its disk. In a round the other workers receive those of the users that they train.
-
-    Args:
-        users: the run's users.
-        length: P.
-        path: the file; None: a temporary file.
-    """
-
-    def __init__(self, users: FederatedImageDataset, length: int, path: Path | None) -> None:
-        self._users, self._length = users, length
-        self._rows = UserVectors(users.num_users, length, path) if is_main() else None
-        self._cohort: IntArray | None = None
-        self._workers: Workers | None = None
-        self._here: dict[int, Tensor] = {}
-
-    def begin(self, cohort: IntArray) -> None:
-        """Begin a round. With several workers, each receives the errors of the users that it trains."""
-        self._cohort, self._here, self._workers = cohort, {}, current()
-        workers = self._workers  # kept, since `current` may be None within the round
-        if workers is None:
-            return
-        mine = {int(cohort[p]) for p in self._users.assign(cohort, workers.world_size)[workers.global_rank]}
-        for user in cohort.tolist():
-            row = None if self._rows is None else self._rows.read(user)
-            found = {} if row is None else {"e": torch.tensor(row)}
-            sent = tensors_from_main(found if is_main() else None)
-            if user in mine and "e" in sent:
-                self._here[user] = sent["e"]
-
-    def read(self, user: int) -> Tensor | None:
-        """The user's e at the start of the round; None means 0."""
-        if self._workers is not None:
-            return self._here.get(user)
-        assert self._rows is not None
-        row = self._rows.read(user)
-        return None if row is None else torch.tensor(row)
-
-    def write(self, user: int, vector: Tensor) -> None:
-        """Set the user's e, which `read` returns from the next round on."""
-        if self._workers is not None:
-            self._here[user] = vector.cpu()
-        elif self._rows is not None:
-            self._rows.write(user, vector.cpu().numpy())
-
-    def end(self) -> None:
-        """End a round: worker 0 receives and stores what all workers have written."""
-        assert self._cohort is not None
-        if self._workers is not None:
-            device = torch.device(get_default_device())
-            for user in self._cohort.tolist():
-                vector = self._here.pop(user, None)
-                known = torch.tensor([0.0 if vector is None else 1.0], device=device)
-                whole = torch.zeros(self._length, device=device) if vector is None else vector.to(device)
-                self._workers.all_reduce([known, whole])
-                if self._rows is not None and known:
-                    self._rows.write(user, whole.cpu().numpy())
-        if self._rows is not None:
-            self._rows.end_round()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, on worker 0."""
-        return {} if self._rows is None else self._rows.tensors()
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        if self._rows is not None:
-            self._rows.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        if self._rows is not None:
-            self._rows.load(tensors)
 
 
 class Channel(Stage):
@@ -145,9 +65,10 @@ class Channel(Stage):
         self._variables = FlatVariables(module, names)
         self._compressor, self._seed, self._round = compressor, seed, 0
         self._users, self._turns = users, dict[int, Iterator[int]]()
-        self._errors: Errors | None = None
+        self._errors: CohortVectors | None = None
         if getattr(compressor.chosen, "error_feedback", False):
-            self._errors = Errors(users, self._variables.length, None if folder is None else folder / FILE)
+            path = None if folder is None else folder / FILE
+            self._errors = CohortVectors(users.num_users, self._variables.length, path)
 
     @property
     def num_bytes(self) -> int:
@@ -158,7 +79,9 @@ class Channel(Stage):
         """Begin round ``number`` of these users; all workers call this."""
         self._round, self._turns = number, self._users.later_turns(cohort)
         if self._errors is not None:
-            self._errors.begin(cohort)
+            workers = current()
+            size, rank = (1, 0) if workers is None else (workers.world_size, workers.global_rank)
+            self._errors.begin(cohort, {int(cohort[p]) for p in self._users.assign(cohort, size)[rank]})
 
     def end(self) -> None:
         """End the round; all workers call this."""

@@ -23,6 +23,7 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
+from dataset.arrays import IntArray
 from pfl_ext.aggregation.norm_bound import BOUNDED
 from pfl_ext.algorithms.algorithm import (
     Choice,
@@ -96,14 +97,17 @@ def _corrected_step(
     *,
     correction: Mapping[str, Tensor],
     rule: Rule,
+    start: Mapping[str, Tensor],
 ) -> None:
-    """Make one local step with the rule's correction; pfl's loop calls this."""
+    """Make one local step with the rule's correction and proximal term; pfl's loop calls this."""
     with arguments.amp_context:
         loss = module.loss(*batch, **train_kwargs)
     loss.backward()
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if rule.correction == "gradient":
-        for name, parameter in trained.items():
+    for name, parameter in trained.items():
+        if rule.proximal_weight:
+            parameter.grad.add_(parameter.detach() - start[name], alpha=rule.proximal_weight)
+        if rule.correction == "gradient":
             parameter.grad += correction[name]
     if arguments.max_grad_norm is not None:
         nn.utils.clip_grad_norm_(module.parameters(), arguments.max_grad_norm)
@@ -144,6 +148,9 @@ class OnPfl(Choice, FederatedAveraging):
         size = trained_bytes(model.pytorch_model)
         return Traffic(size, size)
 
+    def begin(self, cohort: IntArray) -> None:
+        """Begin a round of these users; all workers call this."""
+
     def rule(self, model: PyTorchModel, context: CentralContext) -> Rule:
         """What users do in a round."""
         return Rule()
@@ -175,12 +182,12 @@ class OnPfl(Choice, FederatedAveraging):
         rule, local = self.rule(model, central_context), central_context.model_train_params
         counted, finish, gradient = StepCounter(user_dataset), None, None
         if rule.correction is not None:
-            assert not rule.proximal_weight
             user = rule.user(user_dataset.user_id)
             finish = user.finish
             if rule.whole_gradient:
                 gradient = _gradient(model, user_dataset.once(), len(user_dataset))
-            arguments = {"correction": user.correction, "rule": rule}
+            start = dict(initial_model_state.items())
+            arguments = {"correction": user.correction, "rule": rule, "start": start}
             model.do_multiple_epochs_of(counted, local, _corrected_step, **arguments)
         elif rule.proximal_weight:
             bridges.fedprox_bridge().do_proximal_sgd(model, counted, local, mu=rule.proximal_weight)
@@ -259,8 +266,10 @@ class PflLoop(ServerModelAlgorithm):
                     line["privacy"] = mechanism.skip(number)
                 return state, line
         watch = _Watch()
+        cohort = users.cohort(self.context.cohort_size, number)
         for stage in self._stages:
-            stage.begin(number, self.context.users.cohort(self.context.cohort_size, number))
+            stage.begin(number, cohort)
+        self._algorithm.begin(cohort)
         self._algorithm._current_central_iteration = number
         with no_running_loop():
             self._algorithm.run(

@@ -35,9 +35,8 @@ Letters: P parameters that are trained, U users.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -47,13 +46,12 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Setup, Traffic, register
+from pfl_ext.algorithms.controls import Controls, WithControls, only_weighted
 from pfl_ext.algorithms.fednova import coefficient_sum
-from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
-from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.configs import STRICT
 from pfl_ext.rules import Correction as Correction
 from pfl_ext.rules import Refusals, Rule
@@ -66,7 +64,7 @@ CONTROLS = "control_variates.f32"
 
 ONLY_WEIGHTED = (
     "SCAFFOLD's users send control variates besides their updates, for which no privacy and no other "
-    "postprocessor but a weighting is made: choose algorithm fedavg or fedprox"
+    "postprocessor but a weighting is made"
 )
 
 
@@ -100,69 +98,9 @@ class ScaffoldParams(NNAlgorithmParams):
     correction: Correction = "gradient"
 
 
-class Controls(FlatVariables):
-    """c and every c_i, as vectors ``[P]`` in the order of the model's trained parameters.
-
-    Args:
-        module: the model, whose parameters are not changed here.
-        user_ids: the ids of the U users, as in their data sets.
-        path: the file of the users' vectors (`UserVectors`); None: a temporary file.
-    """
-
-    def __init__(self, module: nn.Module, user_ids: Sequence[str], path: Path | None = None) -> None:
-        super().__init__(module, [name for name, p in module.named_parameters() if p.requires_grad])
-        self.server = torch.zeros(self.length, device=self.device)
-        self._numbers = {user: number for number, user in enumerate(user_ids)}
-        self._users = UserVectors(len(user_ids), len(self.server), path)
-
-    def number(self, user_id: str | None) -> int:
-        """The number of the user with this id, 0 to U - 1."""
-        assert user_id is not None, "SCAFFOLD needs data sets with a user_id"
-        return self._numbers[user_id]
-
-    def control(self, user: int) -> Tensor:
-        """A user's c_i ``[P]`` at the start of the round."""
-        found = self._users.read(user)
-        if found is None:
-            return torch.zeros_like(self.server)
-        return torch.tensor(found, device=self.server.device)
-
-    def correction(self, control: Tensor) -> dict[str, Tensor]:
-        """``c - c_i`` by variable."""
-        return self.named(self.server - control)
-
-    def sent(self, vector: Tensor) -> dict[str, Tensor]:
-        """The parts of a vector ``[P]`` of changes, by their keys in pfl's statistics."""
-        return {CHANGE + name: part for name, part in self.named(vector).items()}
-
-    def rates(self, rate: float, factors: Sequence[float]) -> float | Tensor:
-        """A learning rate times each variable's factor, ``[P]``; the rate itself without factors."""
-        if not factors:
-            return rate
-        sizes = torch.tensor(self.sizes)
-        return (rate * torch.tensor(factors)).repeat_interleave(sizes).to(self.server.device)
-
-    def renew(self, user: int, control: Tensor, change: Tensor) -> None:
-        """Store ``c_i + change``, which is the user's c_i from the next round on."""
-        self._users.write(user, (control + change).cpu().numpy())
-
-    def end_round(self, change: Tensor) -> None:
-        """Add ``change`` ``[P]`` to c, and make the users' new c_i current."""
-        self.server += change
-        self._users.end_round()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint; the users' vectors stay in their file."""
-        return {"c": self.server, **self._users.tensors()}
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        self._users.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        self._users.load(tensors)
-        self.server.copy_(tensors["c"])
+def sent(controls: Controls, vector: Tensor) -> dict[str, Tensor]:
+    """The parts of a vector ``[P]`` of changes, by their keys in pfl's statistics."""
+    return {CHANGE + name: part for name, part in controls.named(vector).items()}
 
 
 @dataclass(frozen=True)
@@ -193,14 +131,14 @@ class Renewal:
 class CorrectedUser:
     """One user's part of a round: its correction, and its new control variate at the end."""
 
-    def __init__(self, controls: Controls, form: Renewal, user: int) -> None:
+    def __init__(self, controls: Controls, form: Renewal, user: int | None) -> None:
         self._controls, self._form, self._user = controls, form, user
         self._own = controls.control(user)
 
     @property
     def correction(self) -> Mapping[str, Tensor]:
         """``c - c_i`` by variable."""
-        return self._controls.correction(self._own)
+        return self._controls.named(self._controls.server - self._own)
 
     def finish(
         self, update: Mapping[str, Tensor], num_steps: int, gradient: Mapping[str, Tensor] | None
@@ -210,7 +148,7 @@ class CorrectedUser:
         whole = None if gradient is None else controls.flat(gradient)
         change = self._form.change(controls.server, self._own, controls.flat(update), num_steps, whole)
         controls.renew(self._user, self._own, change)
-        return controls.sent(change)
+        return sent(controls, change)
 
 
 class CorrectedRule(Rule):
@@ -228,30 +166,18 @@ class CorrectedRule(Rule):
 
     def zeros(self) -> dict[str, Tensor]:
         """Zeros for the changes of control variates, by their keys in pfl's statistics."""
-        return self._controls.sent(torch.zeros_like(self._controls.server))
+        return sent(self._controls, torch.zeros_like(self._controls.server))
 
 
 @register("scaffold")
-class Scaffold(OnPfl):
+class Scaffold(WithControls):
     """SCAFFOLD on pfl's loop, with parameters `ScaffoldParams`."""
 
     options = ScaffoldOptions
-    tunes_engine = False  # what it keeps of a user changes whenever that user trains
+    title, state_key = "SCAFFOLD", "federated.max_state_gb"
     files = (CONTROLS,)
-    refusals: ClassVar[Refusals] = {
-        "workers": "scaffold's state of each user lies in one process: start it without a launcher, NP=1",
-        "privacy": ONLY_WEIGHTED,
-        "postprocessors": ONLY_WEIGHTED,
-        "replacement": "SCAFFOLD keeps one control variate for each user, who must come once in a cohort: "
-        "draw cohorts without replacement, set federated.replacement to false",
-        "proportional": "SCAFFOLD's mean control variate is of users drawn alike: set federated.sampling "
-        "to uniform",
-    }
+    refusals: ClassVar[Refusals] = only_weighted("SCAFFOLD", ONLY_WEIGHTED)
     takes: ClassVar[tuple[str, ...]] = ("devices",)
-
-    def __init__(self, controls: Controls) -> None:
-        super().__init__()
-        self.controls = self.user_state = controls
 
     @classmethod
     def resolved(cls, options: ScaffoldOptions) -> dict[str, Any]:
@@ -273,30 +199,19 @@ class Scaffold(OnPfl):
                 "SCAFFOLD's option I takes one more pass, which devices have no time for: set "
                 "federated.scaffold_option to II, or devices to none"
             )
-        state, most = cls.state_bytes(setup) / 1e9, setup.options.max_state_gb
-        if state > most:
-            raise ValueError(
-                f"SCAFFOLD keeps a copy of the model for each of {setup.touched:,} users, {state:,.1f} GB, "
-                f"above federated.max_state_gb = {most:g}: raise it, or choose fedavg or fedprox"
-            )
-
-    @classmethod
-    def state_bytes(cls, setup: Setup) -> int:
-        """See `Choice.state_bytes`."""
-        return setup.touched * sum(p.numel() for p in setup.module.parameters() if p.requires_grad) * 4
+        super().check(setup)
 
     @classmethod
     def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
         """The algorithm, with its file in the checkpoints' folder, and its parameters."""
-        users, chosen = setup.users, cls.resolved(setup.options)
-        path = None if setup.folder is None else setup.folder / CONTROLS
+        chosen = cls.resolved(setup.options)
         params = ScaffoldParams(
             **common,
-            total_weight=users.total_images if setup.by_images else users.num_users,
+            total_weight=cls.total_weight(setup),
             option=chosen["scaffold_option"],
             correction=chosen["scaffold_correction"],
         )
-        return cls(Controls(setup.module, users.partition.user_ids, path)), params
+        return cls(cls.kept(setup)), params
 
     def bytes(self, model: PyTorchModel) -> Traffic:
         """The model and c go down; the update and ``c_i+ - c_i`` go up."""
@@ -309,13 +224,8 @@ class Scaffold(OnPfl):
         Raises:
             ValueError: when the local optimiser is not SGD with momentum.
         """
-        local, params = context.model_train_params, context.algorithm_params
-        steps = local_steps(model, context, "SCAFFOLD")
-        other_steps = local.grad_accumulation_steps != 1 or local.get("local_num_steps")
-        if model.grad_scaler is not None or other_steps:
-            raise ValueError(
-                "SCAFFOLD has no gradient scaling, accumulation or local_num_steps: leave them out"
-            )
+        params, steps = context.algorithm_params, local_steps(model, context, "SCAFFOLD")
+        self.check_steps(model, context)
         rate = self.controls.rates(steps.rate, steps.factors)
         return CorrectedRule(self.controls, Renewal(params.option, params.correction, rate, steps.momentum))
 

@@ -94,7 +94,7 @@ OF_SCAFFOLD = (
     "os:pwrite",
     "os:fsync",
     *PHASES["users' vectors"],
-    "pfl_ext.algorithms.scaffold:Controls.end_round",
+    "pfl_ext.algorithms.controls:Controls.end_round",
 )
 """More of these, for runs that keep a vector for each user."""
 

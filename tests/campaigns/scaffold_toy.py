@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from benchmarks.core.code_version import commit
 from benchmarks.core.facts import hardware
-from pfl_ext.algorithms.scaffold import Controls, Scaffold, ScaffoldParams
+from pfl_ext.algorithms.controls import Controls
+from pfl_ext.algorithms.scaffold import Scaffold, ScaffoldParams
 
 LOSSES = {"a": (1.0, 0.0), "b": (4.0, 1.0)}
 START, ROUNDS, STEPS = 3.0, 40, 10

@@ -268,28 +268,32 @@ def anothers_correction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lane, "correct", correct)
 
 
+IN_GRADIENT, AFTER_STEP = ({"scaffold": ("II", place)} for place in ("gradient", "step"))
+
+
 @pytest.mark.parametrize(
-    ("place", "fault", "path"),
+    ("training", "fault", "path"),
     [
-        ("gradient", None, 0),
-        ("step", None, 0),
-        ("gradient", not_a_number, 1),
-        ("step", uncorrected, len(PATHS)),
-        ("gradient", anothers_correction, len(PATHS)),
+        (IN_GRADIENT, None, 0),
+        (AFTER_STEP, None, 0),
+        ({"dynamic": 0.3}, None, 0),
+        (IN_GRADIENT, not_a_number, 1),
+        (AFTER_STEP, uncorrected, len(PATHS)),
+        (IN_GRADIENT, anothers_correction, len(PATHS)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_corrections_are_compared_and_no_control_variate_is_renewed(
-    place: Any,
+    training: dict[str, Any],
     fault: Callable[[pytest.MonkeyPatch], None] | None,
     path: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SCAFFOLD's rounds are then those of pfl's loop."""
+    """SCAFFOLD's and FedDyn's rounds are then those of pfl's loop."""
 
     def setting() -> Setting:
-        return Setting([3, 1, 9, 2, 5, 4], scaffold=("II", place), rounds=2)
+        return Setting([3, 1, 9, 2, 5, 4], rounds=2, **training)
 
     with card():
         theirs = {n: plain(t) for n, t in setting().run(False)[0].items()}

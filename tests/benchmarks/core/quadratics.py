@@ -181,8 +181,9 @@ def server(config: TrainingConfig) -> ServerStep:
 class Direct:
     """Every algorithm by its paper's equations, in float64.
 
-    ``defect`` makes one of SCAFFOLD's equations wrong, to see that a comparison notices: "sign" corrects in
-    the other direction, as pfl's does; "selected" moves c by the cohort's whole mean, as NIID-Bench's did.
+    ``c`` and ``own`` are SCAFFOLD's c and c_i, and FedDyn's h and h_i. ``defect`` makes one of their
+    equations wrong, to see that a comparison notices: "sign" corrects in the other direction, as pfl's does;
+    "selected" moves c by the cohort's whole mean, as NIID-Bench's did.
     """
 
     run: AnyRun
@@ -219,7 +220,8 @@ class Direct:
             counts.append(count)
             changes.append(change)
         p = np.array(weights) / sum(weights)
-        if config.federated.algorithm == "scaffold":
+        mean = np.sum([q * update for q, update in zip(p, sent)], axis=0)
+        if config.federated.algorithm in ("scaffold", "feddyn"):
             total = (
                 float(sum(min(n, config.local.max_images or n) for n in SIZES)) if by_images else len(SIZES)
             )
@@ -227,7 +229,8 @@ class Direct:
             self.c = self.c + share * np.sum([q * change for q, change in zip(p, changes)], axis=0)
             for user, change in zip(cohort.tolist(), changes):
                 self.own[user] = self.own[user] + change
-        mean = np.sum([q * update for q, update in zip(p, sent)], axis=0)
+        if config.federated.algorithm == "feddyn":
+            mean = mean - self.c / config.federated.chosen_options.alpha
         if config.federated.algorithm == "fednova":  # w <- w + tau_eff sum p_i d_i, d_i = update_i / |a_i|
             normalised = [q * update / a for q, update, (a, _) in zip(p, sent, counts)]
             steps = [count if config.federated.mu else a for a, count in counts]
@@ -235,7 +238,7 @@ class Direct:
         return np.asarray(mean)
 
     def user(self, x: Array, user: int, images: UserImages) -> tuple[Array, tuple[float, int], Array]:
-        """``y - x``; ``|a|_1`` and the number of steps; ``c_i+ - c_i``."""
+        """``y - x``; ``|a|_1`` and the number of steps; ``c_i+ - c_i``, or FedDyn's ``h_i+ - h_i``."""
         config = self.run.config
         local, federated = config.local, config.federated
         scaffold = federated.algorithm == "scaffold"
@@ -245,6 +248,8 @@ class Direct:
         if federated.algorithm == "fedprox" and federated.mu is None:
             mu = 0.01
         correction = self.c - own if scaffold else np.zeros_like(x)
+        if federated.algorithm == "feddyn":
+            mu, correction = federated.chosen_options.alpha, -own
         if self.defect == "sign":
             correction = -correction
         start = np.zeros_like(x)
@@ -267,7 +272,9 @@ class Direct:
                 counted.append(a)
         if mu and federated.algorithm == "fednova":
             a = proximal_sum(steps, local.momentum, rate * mu)
-        if federated.scaffold_option == "I":
+        if federated.algorithm == "feddyn":
+            change = -mu * (y - x)
+        elif federated.scaffold_option == "I":
             change = start - own
         else:
             divisor = a if at_gradient else steps
@@ -294,6 +301,10 @@ MOMENTUM: Tree = {"local": {"momentum": 0.6, "weight_decay": 0.02, "learning_rat
 def scaffold(option: str, correction: str = "gradient", weighting: str = "users") -> Tree:
     keys = {"algorithm": "scaffold", "scaffold_option": option, "scaffold_correction": correction}
     return {"federated": {**keys, "weighting": weighting}}
+
+
+def feddyn(alpha: float = 0.5, weighting: str = "users") -> Tree:
+    return {"federated": {"algorithm": "feddyn", "options": {"alpha": alpha}, "weighting": weighting}}
 
 
 def adaptive(name: str, **more: Any) -> Tree:
@@ -324,6 +335,10 @@ ALGORITHMS: dict[str, Tree] = {
     "scaffold I, after the step": scaffold("I", "step"),
     "scaffold II, momentum": merge(MOMENTUM, scaffold("II")),
     "scaffold II, after the step, momentum": merge(MOMENTUM, scaffold("II", "step")),
+    "feddyn": feddyn(),
+    "feddyn, alpha 2, images": feddyn(2.0, "images"),
+    "feddyn, momentum": merge(MOMENTUM, feddyn()),
+    "feddyn, server momentum": merge({"server": {"momentum": 0.5, "learning_rate": 0.3}}, feddyn()),
 }
 PARTICIPATION: dict[str, Tree] = {"full": {}, "partial": {"federated": {"cohort_size": 3}}}
 STEPS = -(-2 * max(SIZES) // 4)

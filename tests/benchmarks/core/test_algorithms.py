@@ -15,10 +15,12 @@ import pfl_ext
 from benchmarks.core.config.privacy_matrix import TABLE
 from benchmarks.core.config.sections import FederatedConfig, ServerSection
 from pfl_ext.algorithms.algorithm import ALGORITHMS, Choice, register
+from pfl_ext.algorithms.controls import Controls
 from pfl_ext.algorithms.fedavg import FedAvg
+from pfl_ext.algorithms.feddyn import FedDyn
 from pfl_ext.algorithms.fednova import FedNova
 from pfl_ext.algorithms.on_pfl import OnPfl
-from pfl_ext.algorithms.scaffold import Controls, Scaffold
+from pfl_ext.algorithms.scaffold import Scaffold
 from tests.pfl_ext.test_backend import Linear
 
 ASKS = re.compile(
@@ -79,6 +81,6 @@ def test_what_a_round_sends() -> None:
     size = sum(4 * p.numel() for p in module.parameters())
     assert FedAvg().bytes(model) == (size, size)
     assert FedNova().bytes(model) == (size, size + 4), "the number of steps besides"
-    assert Scaffold(Controls(module, ["user"])).bytes(model) == (2 * size, 2 * size), (
-        "control variates besides"
-    )
+    controls = Controls(module, ["user"])
+    assert Scaffold(controls).bytes(model) == (2 * size, 2 * size), "control variates besides"
+    assert FedDyn(controls).bytes(model) == (size, size), "the server computes h from the updates"

@@ -56,6 +56,8 @@ ALGORITHMS = (
     "fedir",
     "scaffold II",
     "scaffold II, images",
+    "feddyn",
+    "feddyn, alpha 2, images",
 )
 
 

@@ -21,11 +21,12 @@ MODEL = 4 * (6 * 75 + 6 + 16 * 150 + 16 + 120 * 16 + 120 + 84 * 120 + 84 + 17 * 
         (("--server.optimizer=sgd", "--server.momentum=0.9"), 1, 0),
         (("--server.optimizer=adam",), 2, 0),
         (USER_STATES["control_variates.f32"], 2, 12),
+        (USER_STATES["linear_terms.f32"], 2, 12),
         (USER_STATES["personal.f32"], 2, 12),
         (USER_STATES["compression_errors.f32"], 2, 12),
         (("--config=c-r-17", "--centralised.optimizer=sgd"), 0, 0),
     ],
-    ids=["momentum", "adam", "scaffold", "ditto", "feedback", "central"],
+    ids=["momentum", "adam", "scaffold", "feddyn", "ditto", "feedback", "central"],
 )
 def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_writes_anything(
     argv: tuple[str, ...],
@@ -46,7 +47,7 @@ def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_writes_anythin
     monkeypatch.setattr(disk, "free", lambda folder: need)
     train(*words)
     written = sum(path.stat().st_size for path in directory.glob("checkpoint/last*")) * 3 / 2
-    assert 0.75 * written < 3 * (2 + moments) * MODEL < written, "headers, and SCAFFOLD's c"
+    assert 0.75 * written < 3 * (2 + moments) * MODEL < written, "headers, and SCAFFOLD's c, FedDyn's h"
 
 
 def test_a_run_goes_on_where_its_checkpoints_have_taken_the_room(

@@ -118,6 +118,7 @@ def test_a_damaged_checkpoint_never_takes_the_place_of_the_good_one(
 
 USER_STATES = {
     "control_variates.f32": ["--federated.algorithm=scaffold", "--local.straddle=false"],
+    "linear_terms.f32": ["--federated.algorithm=feddyn", "--local.straddle=false"],
     "personal.f32": ["--federated.algorithm=ditto"],
     "compression_errors.f32": ["--compression.kind=top_k", "--compression.options.error_feedback=true"],
 }

@@ -197,5 +197,5 @@ def test_what_several_workers_cannot_do_is_refused(
     assert "centralised training runs in one process" in error_line(capsys)
     monkeypatch.undo()
     monkeypatch.setattr("benchmarks.core.federated.current", lambda: "others")
-    train("--federated.algorithm=scaffold", name="scaffold", code=2)
-    assert "scaffold's state of each user lies in one process" in error_line(capsys)
+    train("--federated.algorithm=fedgkt", name="fedgkt", code=2)
+    assert "fedgkt has one server, which trains in one process" in error_line(capsys)

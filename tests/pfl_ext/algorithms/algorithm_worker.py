@@ -38,6 +38,9 @@ def cases() -> dict[str, Setting]:
         "fednova": Setting(SIZES, once, nova=True, momentum=0.5, weight_decay=0.01, rounds=2),
         "fednova-proximal": Setting(SIZES, once, nova=True, mu=0.3, rounds=2),
         "fednova-alone": Setting([5, 9], once, nova=True, by_images=False, cohort=1, rounds=2),
+        "scaffold": Setting(SIZES, once, scaffold=("II", "gradient"), cohort=5, rounds=3),
+        "feddyn": Setting(SIZES, once, dynamic=0.3, cohort=5, rounds=3),
+        "feddyn-alone": Setting([5, 9], once, dynamic=0.3, by_images=False, cohort=1, rounds=4),
         "fedvc-fedir": Setting(
             SIZES,
             virtual,

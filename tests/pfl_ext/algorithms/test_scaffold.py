@@ -14,9 +14,9 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from pfl_ext.algorithms.algorithm import Setup
+from pfl_ext.algorithms.controls import Controls
 from pfl_ext.algorithms.scaffold import (
     CHANGE,
-    Controls,
     Correction,
     Option,
     Renewal,

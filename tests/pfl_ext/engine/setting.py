@@ -19,8 +19,10 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.controls import Controls
+from pfl_ext.algorithms.feddyn import FedDyn, FedDynParams
 from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams
-from pfl_ext.algorithms.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
+from pfl_ext.algorithms.scaffold import Correction, Option, Scaffold, ScaffoldParams
 from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
@@ -196,6 +198,8 @@ class Setting:
     algorithm: Any = None
     """Another one whose parameters are FedAvg's."""
     scaffold: tuple[Option, Correction] | None = None
+    dynamic: float | None = None
+    """FedDyn's alpha."""
     cutout: int | None = None
     exact_crops: bool = True
     inexact: tuple[float, int] | None = None
@@ -204,7 +208,7 @@ class Setting:
     """Check of the engine on a GPU."""
     tuner: Any = None
     controls: Controls | None = field(default=None, init=False)
-    """SCAFFOLD's, after a run."""
+    """SCAFFOLD's or FedDyn's, after a run."""
 
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
@@ -251,19 +255,25 @@ class Setting:
             local_batch_size=self.sampling.batch_size,
             local_max_grad_norm=self.max_norm if self.clipping == "global" else None,
         )
+        total = data.total_images if self.by_images else data.num_users
         if self.scaffold is not None:
-            total = data.total_images if self.by_images else data.num_users
             params = ScaffoldParams(*common, total, *self.scaffold)
             self.controls = Controls(module, data.partition.user_ids)
             algorithm = Scaffold(self.controls)
+        if self.dynamic is not None:
+            params = FedDynParams(*common, self.dynamic, total)
+            self.controls = Controls(module, data.partition.user_ids)
+            algorithm = FedDyn(self.controls)
         for round_number in range(self.rounds):
             rate = self.rates[round_number] if self.rates else self.learning_rate
             of_round = replace(train, local_learning_rate=rate)
             context = training_context(round_number, cohort_size, of_round, params)
+            if self.controls is not None:
+                self.controls.begin(data.cohort(cohort_size, round_number))
             stats, metrics = backend.gather_results(model, algorithm, central_context=context)
             updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
             weight = float(stats.weight)
-            if self.scaffold is not None:
+            if self.controls is not None:
                 algorithm.process_aggregated_statistics(context, metrics, model, stats)
         return updates, weight, metrics
 

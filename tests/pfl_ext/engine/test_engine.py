@@ -105,6 +105,7 @@ LOCAL_TRAININGS: list[dict[str, Any]] = [
     {"clipping": "none", "task": SingleLabel(label_smoothing=0.2)},
     {"nova": True, "mu": 0.3},
     {"scaffold": ("II", "step"), "momentum": 0.5},
+    {"dynamic": 0.3},
 ]
 
 

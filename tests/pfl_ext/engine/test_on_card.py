@@ -42,6 +42,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "FedNova": {"nova": True},
     "SCAFFOLD in the gradient": {"scaffold": ("II", "gradient")},
     "SCAFFOLD after the step": {"scaffold": ("II", "step")},
+    "FedDyn": {"dynamic": 0.3},
     "single label": {"task": SingleLabel(label_smoothing=0.1)},
 }
 

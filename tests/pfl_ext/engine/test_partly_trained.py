@@ -92,6 +92,7 @@ def test_a_private_cohort_is_clipped_as_by_pfls_loop(case: str, clipping: Clippi
         {"nova": True, "momentum": 0.6},
         {"weight_decay": 0.05},
         {"scaffold": ("II", "gradient"), "rounds": 2},
+        {"dynamic": 0.3, "rounds": 2},
     ],
     ids=str,
 )
