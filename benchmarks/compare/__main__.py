@@ -5,17 +5,19 @@
 Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
 needs nothing but itself; compare.png with its charts, and charts/ with each as PNG and SVG; compare.csv with
-each number of each run.
+each number of each run; table.tex, a table for a paper.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.compare import charts, tables
 from benchmarks.compare.groups import Comparison
+from benchmarks.compare.latex import latex
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from dataset import pages
@@ -110,9 +112,11 @@ def main(argv: Sequence[str]) -> None:
     folder = output_folder("--output_dir", options.output_dir)
     comparison = compare(options.run_dirs)
     found = charts.charts(comparison)
-    written = [folder / "compare.html", folder / "compare.csv"]
+    written = [folder / "compare.html", folder / "compare.csv", folder / "table.tex"]
     pages.write(written[0], _page(comparison, found, options.target))
     write_bytes(written[1], tables.csv(comparison).encode())
+    command = shlex.join(["python", "-m", "benchmarks.compare", *argv])
+    write_bytes(written[2], latex(comparison, command).encode())
     if found:
         labels = [group.label for group in comparison.groups]
         charts.png(found, labels, folder / "compare.png")

@@ -77,13 +77,13 @@ def charts(comparison: Comparison) -> list[Chart]:
         for split in ("val", "test"):
             found += _of_score(comparison.groups, split, name)
     for split in ("val", "test"):
-        over = _units(comparison.groups)
+        over = units(comparison.groups)
         lines = lines_of(comparison.groups, split, "loss", by_steps)
         found += [Chart(f"Loss on {split}", over, "loss", lines)] if lines else []
     numbered = enumerate(comparison.groups)
     training = [line_of(place, group, ("train_loss",), by_steps) for place, group in numbered]
     known = [line for line in training if line is not None]
-    found += [Chart("Loss in training", _units(comparison.groups), "loss", known)] if known else []
+    found += [Chart("Loss in training", units(comparison.groups), "loss", known)] if known else []
     for name in comparison.headline:
         found += _of_users(comparison.groups, name)
     return found
@@ -97,7 +97,7 @@ def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
     if not over_steps:
         return []
     over_time = lines_of(groups, split, name, by_minutes)
-    made = [Chart(title, _units(groups), label, over_steps)]
+    made = [Chart(title, units(groups), label, over_steps)]
     if over_time:
         made.append(Chart(f"{title} over time", "minutes of training", label, over_time))
     if over_virtual := lines_of(groups, split, name, by_virtual_minutes):
@@ -136,7 +136,8 @@ def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:
     ]
 
 
-def _units(groups: Sequence[Group]) -> str:
+def units(groups: Sequence[Group]) -> str:
+    """What the steps of these groups are: ``rounds``, ``epochs``, or both."""
     return " or ".join(dict.fromkeys(f"{group.runs[0].config.unit}s" for group in groups))
 
 

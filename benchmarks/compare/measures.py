@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
-from benchmarks.reporting.runs import DAMAGE, RunRecord, reading
+from benchmarks.reporting.runs import DAMAGE, RunRecord, epsilon_of, local_epsilon_of, reading
 from dataset.arrays import FloatArray, IntArray
 from dataset.pages import bytes_in_words
 from pfl_ext.tasks.multi_label_scores import shown
@@ -110,6 +110,8 @@ def _measures(run: RunRecord) -> Iterator[Measure]:
     yield from _time(run)
     yield from _traffic(run)
     yield from _cost(run)
+    if run.privacy is not None:
+        yield from _privacy(run, run.privacy)
 
 
 def _unit_of_users(key: str, score: str) -> Unit:
@@ -170,6 +172,20 @@ def _cost(run: RunRecord) -> Iterator[Measure]:
     for key, name in (("parameters", "parameters"), ("trainable_parameters", "of them trained")):
         if key in results:
             yield Measure("cost", name, "count", results[key])
+
+
+def _privacy(run: RunRecord, statement: Tree) -> Iterator[Measure]:
+    if run.config.local_privacy is not None:
+        one, delta, most, spent = local_epsilon_of(statement)
+        yield Measure("privacy", "epsilon of one update", "number", one)
+        yield Measure("privacy", "epsilon of who took part most", "number", spent)
+        yield Measure("privacy", "rounds of who took part most", "count", most)
+    else:
+        total, delta, simulated, executed = epsilon_of(statement)
+        if simulated:
+            yield Measure("privacy", "epsilon, simulated", "number", total)
+        yield Measure("privacy", "epsilon, as executed", "number", executed)
+    yield Measure("privacy", "delta", "number", delta)
 
 
 def _history(run: RunRecord) -> list[Tree]:
