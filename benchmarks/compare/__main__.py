@@ -36,6 +36,11 @@ CURVES = (
     "of them. Thin lines are runs that have not finished. Scores over the rounds are those that the run was "
     "followed by; a model of round r has had r updates."
 )
+EPSILON = (
+    "The epsilon of a model is counted as in privacy.json, at the end of each twentieth of the run, so that "
+    "it is never too low, and the last model of each twentieth is shown. Of several seeds it is the largest; "
+    "with noise on each device it is that of the user who took part most."
+)
 BYTES = (
     "Bytes are counted, not measured: what the algorithm sends to and from a user in a round, uncompressed, "
     "times the users of the round; a user that drops out counts as if all had been sent. Wall clock is that "
@@ -56,6 +61,7 @@ def _page(comparison: Comparison, found: Sequence[charts.Chart], target: float |
     legend = tag("ul", *(tag("li", name) for name in names), class_="legend")
     drawn = tag("div", *(charts.svg(chart, labels) for chart in found), class_="charts")
     users = tables.users(comparison)
+    spent = [tag("p", EPSILON, class_="note")] if any("epsilon" in chart.title for chart in found) else []
     parts: dict[str, Sequence[object]] = {
         "Overview": [
             tables.overview(comparison),
@@ -63,7 +69,7 @@ def _page(comparison: Comparison, found: Sequence[charts.Chart], target: float |
             tables.unfinished(comparison),
             tables.directories(comparison),
         ],
-        "Curves": [legend, drawn, tag("p", CURVES, class_="note")] if found else [],
+        "Curves": [legend, drawn, tag("p", CURVES, class_="note"), *spent] if found else [],
         "Scores": [tables.measured(comparison, [*tables.sections(comparison, "test"), "val, best model"])],
         "Config": [tables.configs(comparison)],
         "Time, bytes, cost": [

@@ -51,6 +51,8 @@ class Curve(NamedTuple):
     bytes: FloatArray | None  # [n] between server and users before each; None: not known
     virtual: FloatArray | None = None  # [n] seconds of the run's devices before each; None: no clock
     bytes_up: FloatArray | None = None  # [n] of the bytes, those from users
+    epsilon: FloatArray | None = None  # [n] of each model, as executed; None: not private, or not known
+    simulated_epsilon: FloatArray | None = None  # [n] of the larger system that is simulated
 
 
 def _users_file(run: RunRecord) -> Tree:
@@ -269,7 +271,10 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     traffic, sent = (None if each is None else _before(each, places) for each in (both, up))
     ends = [float(line["virtual_seconds"]) for line in _history(run) if "virtual_seconds" in line]
     virtual = _before([float(each) for each in np.diff(ends, prepend=0)], places) if ends else None
-    return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent)
+    names = ("epsilon", "simulated_epsilon")
+    spent = [[line.get(name, np.nan) for line in lines] for name in names]
+    own, simulated = (None if np.isnan(each).any() else np.array(each, np.float64)[known] for each in spent)
+    return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent, own, simulated)
 
 
 def _before(of_steps: Sequence[float], places: IntArray) -> FloatArray:

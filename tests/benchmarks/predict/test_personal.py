@@ -35,7 +35,7 @@ def seen_users(directory: Path, data: Path) -> list[str]:
     tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
     with DataFile(data) as file:
         ids = trained(directory).on(file).split("train").user_ids
-    return [ids[number] for number in np.flatnonzero(tensors["seen"].numpy())]
+    return [ids[number] for number in np.flatnonzero(tensors["seen"].numpy()).tolist()]
 
 
 def micro(rows: Sequence[dict[str, str]], names: Sequence[str]) -> float:
