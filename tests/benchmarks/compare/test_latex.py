@@ -135,7 +135,7 @@ def test_groups_of_several_kinds_are_judged_by_the_first_score_of_each(folder: P
         (r"a_b 5% & #1 $x$ {y}", r"a\_b 5\% \& \#1 \$x\$ \{y\}"),
         (r"\input{x}~^", r"\textbackslash{}input\{x\}\textasciitilde{}\textasciicircum{}"),
         ("[1] *", "{[}1{]} {*}"),
-        ("café Łódź ±", r"caf\'{e} U+0141\'{o}d\'{z} $\pm$"),
+        ("Zoë Łódź ±", r"Zo\"{e} U+0141\'{o}d\'{z} $\pm$"),
         ("e\u0301 中 a\nb\u202ec", r"\'{e} U+4E2D aU+FFFDbU+FFFDc"),
     ],
 )

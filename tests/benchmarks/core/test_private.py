@@ -337,7 +337,9 @@ def test_a_real_run_names_no_simulated_system(train: Train, capsys: pytest.Captu
     assert "SIMULATED" not in output.err
     executed = statement["as_executed"]
     assert executed["epsilon_spent"] == executed["epsilon_at_end"] <= 50
-    made = parse([*REAL]).config.privacy.calibrate(12, 4, 3)
+    asked = parse([*REAL]).config.privacy
+    assert asked is not None
+    made = asked.calibrate(12, 4, 3)
     assert [line["epsilon"] for line in lines(directory)] == [made.epsilon_after(r) for r in range(4)]
     assert lines(directory)[-1]["epsilon"] == executed["epsilon_spent"]
     assert not any("simulated_epsilon" in line for line in lines(directory))
