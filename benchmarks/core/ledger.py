@@ -286,7 +286,7 @@ class LocalLedger(Ledger):
         return self._known[rounds]
 
     def _epsilons(self, counted: int) -> dict[str, float]:
-        """Of the user who took part most."""
+        """The epsilon of the user who took part most."""
         return {"epsilon": self._epsilon(self._most(counted))}
 
     def _epsilon(self, participations: int) -> float:

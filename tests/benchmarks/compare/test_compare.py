@@ -16,17 +16,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.compare import charts
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.groups import Comparison
 from benchmarks.compare.measures import curve, deciles, measures
 from benchmarks.compare.reading import compare, read_any
 from benchmarks.compare.series import (
-    by_epsilon,
     by_megabytes,
     by_megabytes_up,
     by_minutes,
-    by_simulated_epsilon,
     by_steps,
     by_virtual_minutes,
     line_of,
@@ -220,27 +217,6 @@ def test_curves_over_virtual_time_begin_where_a_round_does(folder: Path, tmp_pat
     page = check(text)
     rows = page.rows("25.00 % C-AP exact on val, as asked for")
     assert [row[2:] for row in rows] == [["2", "0.0333", "4", "20"], ["–"] * 4]
-
-
-def test_curves_over_epsilon_have_the_last_model_of_each(tmp_path: Path) -> None:
-    """Of the seeds the largest; that of a simulated system stands apart; without privacy there is none."""
-    for seed, most in ((0, 3.0), (1, 4.0)):
-        path = make_run(tmp_path / str(seed), "pfl-r-17", seed=seed) / "metrics.jsonl"
-        metrics = [json.loads(line) for line in path.read_text().splitlines()]
-        spent = ([0.0, 0.0], [1.0, 1.5], [2.0, most], [2.0, most])
-        for number, (line, (simulated, own)) in enumerate(zip(metrics, spent, strict=True)):
-            line |= {"val": {"C-AP": 10.0 * number}, "simulated_epsilon": simulated, "epsilon": own}
-        path.write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    make_run(tmp_path / "other")
-    groups = compare([tmp_path]).groups
-    line = line_of(0, groups[0], ("val", "C-AP"), by_epsilon)
-    assert line is not None
-    assert line.x.tolist() == [0, 1.5, 4, 4]
-    assert line_of(1, groups[1], ("val", "C-AP"), by_simulated_epsilon) is None
-    found = {chart.title: chart for chart in charts.charts(compare([tmp_path]))}
-    for name, ends in (("epsilon", [0, 1.5, 4]), ("simulated epsilon", [0, 1, 2])):
-        (drawn,) = found[f"C-AP exact on val over {name}"].lines
-        assert (drawn.x.tolist(), drawn.mean.tolist()) == (ends, [0, 10, 30])
 
 
 def test_users_are_shown_by_deciles(folder: Path, page: Page) -> None:
