@@ -12,7 +12,7 @@ from tests.benchmarks.made_runs import make_run
 
 
 def test_curves_over_epsilon_have_the_last_model_of_each(tmp_path: Path) -> None:
-    """It is the largest of the seeds; that of a simulated system stands apart; without privacy there is none."""
+    """It is the largest of the seeds; that of a simulated system stands apart; other runs have none."""
     for seed, most in ((0, 3.0), (1, 4.0)):
         path = make_run(tmp_path / str(seed), "pfl-r-17", seed=seed) / "metrics.jsonl"
         metrics = [json.loads(line) for line in path.read_text().splitlines()]
