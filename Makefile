@@ -227,7 +227,7 @@ fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: 
 	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
 
 ##@ Compare, and reproduce published numbers
-compare: $(READY) ## any runs of any benchmark side by side in one HTML page, with PNG and CSV: RUNS="a b", OUT=compare
+compare: $(READY) ## any runs of any benchmark side by side in one HTML page, with PNG, CSV and LaTeX: RUNS="a b", OUT=compare
 	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(or $(OUT),compare) $(ARGS)
 
 ROW  ?=

@@ -5,17 +5,19 @@
 Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
 needs nothing but itself; compare.png with its charts, and charts/ with each as PNG and SVG; compare.csv with
-each number of each run.
+each number of each run; table.tex, a table for a paper.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.compare import charts, tables
 from benchmarks.compare.groups import Comparison
+from benchmarks.compare.latex import latex
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from dataset import pages
@@ -33,6 +35,11 @@ CURVES = (
     "A line is the mean over the finished runs of a group, and its band goes from the least to the greatest "
     "of them. Thin lines are runs that have not finished. Scores over the rounds are those that the run was "
     "followed by; a model of round r has had r updates."
+)
+EPSILON = (
+    "The epsilon of a model is counted as in privacy.json, at the end of each twentieth of the run, so that "
+    "it is never too low, and the last model of each twentieth is shown. Of several seeds it is the largest; "
+    "with noise on each device it is that of the user who took part most."
 )
 BYTES = (
     "Bytes are counted, not measured: what the algorithm sends to and from a user in a round, uncompressed, "
@@ -54,6 +61,7 @@ def _page(comparison: Comparison, found: Sequence[charts.Chart], target: float |
     legend = tag("ul", *(tag("li", name) for name in names), class_="legend")
     drawn = tag("div", *(charts.svg(chart, labels) for chart in found), class_="charts")
     users = tables.users(comparison)
+    spent = [tag("p", EPSILON, class_="note")] if any("epsilon" in chart.title for chart in found) else []
     parts: dict[str, Sequence[object]] = {
         "Overview": [
             tables.overview(comparison),
@@ -61,7 +69,7 @@ def _page(comparison: Comparison, found: Sequence[charts.Chart], target: float |
             tables.unfinished(comparison),
             tables.directories(comparison),
         ],
-        "Curves": [legend, drawn, tag("p", CURVES, class_="note")] if found else [],
+        "Curves": [legend, drawn, tag("p", CURVES, class_="note"), *spent] if found else [],
         "Scores": [tables.measured(comparison, [*tables.sections(comparison, "test"), "val, best model"])],
         "Config": [tables.configs(comparison)],
         "Time, bytes, cost": [
@@ -110,9 +118,11 @@ def main(argv: Sequence[str]) -> None:
     folder = output_folder("--output_dir", options.output_dir)
     comparison = compare(options.run_dirs)
     found = charts.charts(comparison)
-    written = [folder / "compare.html", folder / "compare.csv"]
+    written = [folder / "compare.html", folder / "compare.csv", folder / "table.tex"]
     pages.write(written[0], _page(comparison, found, options.target))
     write_bytes(written[1], tables.csv(comparison).encode())
+    command = shlex.join(["python", "-m", "benchmarks.compare", *argv])
+    write_bytes(written[2], latex(comparison, command).encode())
     if found:
         labels = [group.label for group in comparison.groups]
         charts.png(found, labels, folder / "compare.png")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,15 +18,18 @@ from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import deciles
 from benchmarks.compare.series import (
     Line,
+    by_epsilon,
     by_megabytes,
     by_megabytes_up,
     by_minutes,
+    by_simulated_epsilon,
     by_steps,
     by_virtual_minutes,
     line_of,
     lines_of,
 )
 from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, save_both, style
+from dataset.arrays import BoolArray, FloatArray
 from dataset.pages import Html, clean, tag
 from pfl_ext.tasks.multi_label_scores import shown
 
@@ -77,27 +80,27 @@ def charts(comparison: Comparison) -> list[Chart]:
         for split in ("val", "test"):
             found += _of_score(comparison.groups, split, name)
     for split in ("val", "test"):
-        over = _units(comparison.groups)
+        over = units(comparison.groups)
         lines = lines_of(comparison.groups, split, "loss", by_steps)
         found += [Chart(f"Loss on {split}", over, "loss", lines)] if lines else []
     numbered = enumerate(comparison.groups)
     training = [line_of(place, group, ("train_loss",), by_steps) for place, group in numbered]
     known = [line for line in training if line is not None]
-    found += [Chart("Loss in training", _units(comparison.groups), "loss", known)] if known else []
+    found += [Chart("Loss in training", units(comparison.groups), "loss", known)] if known else []
     for name in comparison.headline:
         found += _of_users(comparison.groups, name)
     return found
 
 
 def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
-    """A score over steps, over time, over the devices' virtual time and over bytes."""
+    """A score over steps, over time, over the devices' virtual time, over bytes and over epsilon."""
     label = f"{shown(name)} (%)"
     title = f"{shown(name)} on {split}"
     over_steps = lines_of(groups, split, name, by_steps)
     if not over_steps:
         return []
     over_time = lines_of(groups, split, name, by_minutes)
-    made = [Chart(title, _units(groups), label, over_steps)]
+    made = [Chart(title, units(groups), label, over_steps)]
     if over_time:
         made.append(Chart(f"{title} over time", "minutes of training", label, over_time))
     if over_virtual := lines_of(groups, split, name, by_virtual_minutes):
@@ -110,6 +113,11 @@ def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
     if any(not np.allclose(sent.x, both.x / 2) for sent, both in zip(over_sent, over_bytes)):
         spread = _spread(over_sent)
         made.append(Chart(f"{title} over bytes sent", "MB from users", label, over_sent, spread))
+    for word, axis in {"epsilon": by_epsilon, "simulated epsilon": by_simulated_epsilon}.items():
+        if over_epsilon := lines_of(groups, split, name, axis):
+            of = "of the run as executed" if axis is by_epsilon else "of the simulated system"
+            drawn = list(map(_last_of_each, over_epsilon))
+            made.append(Chart(f"{title} over {word}", f"epsilon {of}", label, drawn))
     return made
 
 
@@ -136,7 +144,8 @@ def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:
     ]
 
 
-def _units(groups: Sequence[Group]) -> str:
+def units(groups: Sequence[Group]) -> str:
+    """What the steps of these groups are: ``rounds``, ``epochs``, or both."""
     return " or ".join(dict.fromkeys(f"{group.runs[0].config.unit}s" for group in groups))
 
 
@@ -175,8 +184,18 @@ def draw(axes: Axes, chart: Chart, labels: Sequence[str] | None, colours: Sequen
 
 def _positive(line: Line) -> Line:
     """What a logarithmic axis can show of a line."""
-    known, singles = line.x > 0, [(x[x > 0], values[x > 0]) for x, values in line.singles]
-    parts = {name: getattr(line, name)[known] for name in ("x", "mean", "low", "high")}
+    return _part(line, lambda x: x > 0)
+
+
+def _last_of_each(line: Line) -> Line:
+    """A line with one model for each x, the last: epsilon is counted at a few rounds of a run."""
+    return _part(line, lambda x: np.append(x[1:] > x[:-1], [True] * (len(x) > 0)))
+
+
+def _part(line: Line, kept: Callable[[FloatArray], BoolArray]) -> Line:
+    """The points of a line where ``kept`` of its x ``[n]`` holds."""
+    places, singles = kept(line.x), [(x[kept(x)], values[kept(x)]) for x, values in line.singles]
+    parts = {name: getattr(line, name)[places] for name in ("x", "mean", "low", "high")}
     return replace(line, **parts, singles=singles)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
-from benchmarks.reporting.runs import DAMAGE, RunRecord, reading
+from benchmarks.reporting.runs import DAMAGE, RunRecord, epsilon_of, local_epsilon_of, reading
 from dataset.arrays import FloatArray, IntArray
 from dataset.pages import bytes_in_words
 from pfl_ext.tasks.multi_label_scores import shown
@@ -51,6 +51,8 @@ class Curve(NamedTuple):
     bytes: FloatArray | None  # [n] between server and users before each; None: not known
     virtual: FloatArray | None = None  # [n] seconds of the run's devices before each; None: no clock
     bytes_up: FloatArray | None = None  # [n] of the bytes, those from users
+    epsilon: FloatArray | None = None  # [n] of each model, as executed; None: not private, or not known
+    simulated_epsilon: FloatArray | None = None  # [n] of the larger system that is simulated
 
 
 def _users_file(run: RunRecord) -> Tree:
@@ -110,6 +112,8 @@ def _measures(run: RunRecord) -> Iterator[Measure]:
     yield from _time(run)
     yield from _traffic(run)
     yield from _cost(run)
+    if run.privacy is not None:
+        yield from _privacy(run, run.privacy)
 
 
 def _unit_of_users(key: str, score: str) -> Unit:
@@ -170,6 +174,20 @@ def _cost(run: RunRecord) -> Iterator[Measure]:
     for key, name in (("parameters", "parameters"), ("trainable_parameters", "of them trained")):
         if key in results:
             yield Measure("cost", name, "count", results[key])
+
+
+def _privacy(run: RunRecord, statement: Tree) -> Iterator[Measure]:
+    if run.config.local_privacy is not None:
+        one, delta, most, spent = local_epsilon_of(statement)
+        yield Measure("privacy", "epsilon of one update", "number", one)
+        yield Measure("privacy", "epsilon of who took part most", "number", spent)
+        yield Measure("privacy", "rounds of who took part most", "count", most)
+    else:
+        total, delta, simulated, executed = epsilon_of(statement)
+        if simulated:
+            yield Measure("privacy", "epsilon, simulated", "number", total)
+        yield Measure("privacy", "epsilon, as executed", "number", executed)
+    yield Measure("privacy", "delta", "number", delta)
 
 
 def _history(run: RunRecord) -> list[Tree]:
@@ -253,7 +271,10 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     traffic, sent = (None if each is None else _before(each, places) for each in (both, up))
     ends = [float(line["virtual_seconds"]) for line in _history(run) if "virtual_seconds" in line]
     virtual = _before([float(each) for each in np.diff(ends, prepend=0)], places) if ends else None
-    return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent)
+    names = ("epsilon", "simulated_epsilon")
+    spent = [[line.get(name, np.nan) for line in lines] for name in names]
+    own, simulated = (None if np.isnan(each).any() else np.array(each, np.float64)[known] for each in spent)
+    return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent, own, simulated)
 
 
 def _before(of_steps: Sequence[float], places: IntArray) -> FloatArray:

@@ -56,6 +56,16 @@ def by_megabytes_up(found: Curve) -> FloatArray | None:
     return None if found.bytes_up is None else found.bytes_up / 1e6
 
 
+def by_epsilon(found: Curve) -> FloatArray | None:
+    """Epsilon of the model, as executed; None without privacy, and where it is infinite or not known."""
+    return found.epsilon
+
+
+def by_simulated_epsilon(found: Curve) -> FloatArray | None:
+    """Epsilon of the model for the larger system that the run simulates; None where it simulates none."""
+    return found.simulated_epsilon
+
+
 def lines_of(groups: Sequence[Group], split: str, name: str, axis: Axis) -> list[Line]:
     """The lines of the groups that follow this score of this split."""
     made = []
@@ -76,7 +86,8 @@ def line_of(place: int, group: Group, keys: tuple[str, ...], axis: Axis) -> Line
         return None
     rows = [np.searchsorted(found.steps, steps) for found, _ in several]
     values = np.array([found.values[row] for (found, _), row in zip(several, rows)])
-    x = np.mean([along[row] for (_, along), row in zip(several, rows)], axis=0)
+    joined = np.max if axis in (by_epsilon, by_simulated_epsilon) else np.mean
+    x = joined([along[row] for (_, along), row in zip(several, rows)], axis=0)
     more = [(along, found.values) for found, along in singles]
     return Line(place, x, values.mean(0), values.min(0), values.max(0), len(values), more)
 

@@ -51,15 +51,19 @@ def unfinished(comparison: Comparison) -> Html:
     return join([tag("h3", "Not finished: still running, or stopped"), bullets(lines)]) if lines else Html()
 
 
+def judged_by(comparison: Comparison) -> tuple[str, ...]:
+    """The scores by which all groups are judged; empty where groups are of several kinds."""
+    return comparison.headline if len({group.headline for group in comparison.groups}) == 1 else ()
+
+
 def overview(comparison: Comparison) -> Html:
     """What is compared: a row for each group, with its first scores, time, bytes and epsilon."""
-    one_kind = len({group.headline for group in comparison.groups}) == 1
-    scores = comparison.headline if one_kind else ()
+    scores = judged_by(comparison)
     rows = []
     for group in comparison.groups:
         seeds = ", ".join(f"{run.seed}{'' if run.finished else ' (not finished)'}" for run in group.runs)
         found = [comparison.values(group, TEST, shown(score)) for score in scores or group.headline[:1]]
-        named = "" if one_kind else f"{shown(group.headline[0])} "
+        named = "" if scores else f"{shown(group.headline[0])} "
         cells = [named + in_words(values, "percent") if values else NONE for values in found]
         cells.append(in_words(comparison.values(group, "time", "wall clock"), "seconds"))
         cells.append(in_words(comparison.values(group, "bytes", "the whole run"), "bytes"))
@@ -101,14 +105,15 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
     for place, line in lines.items():
         at = np.flatnonzero(line.mean >= wanted)
         found = [along[axis].get(place) for axis in axes]
-        cells = [NONE if each is None or not len(at) else _amount(float(each.x[at[0]])) for each in found]
+        cells = [NONE if each is None or not len(at) else amount(float(each.x[at[0]])) for each in found]
         rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])
     why = "as asked for" if target is not None else "which all groups reach"
     caption = f"{wanted:.2f} % {shown(score)} on {split}, {why}"
     return [table(caption, ["group", "n", *axes.values()], rows)] if rows else []
 
 
-def _amount(value: float) -> str:
+def amount(value: float) -> str:
+    """A number in three digits, or more where it is a large whole one."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

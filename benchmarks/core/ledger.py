@@ -37,7 +37,7 @@ from pfl_ext.workers.distributed import is_main
 PUBLIC_METRICS = ("clipping bound", "noise std. dev. on the mean", "noisy fraction unclipped")
 """The metrics of a private round that are differentially private, or known beforehand: the noisy fraction's
 noise is in the budget, and the bound follows from it."""
-PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy")
+PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy", "epsilon")
 """What a line of metrics.jsonl holds in public mode, besides its number."""
 PUBLIC_RESULTS = (
     "setting", "classes", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step",
@@ -96,6 +96,20 @@ class Ledger(ABC):
         of_mechanism = dict(state)
         self.secret.check(of_mechanism.pop("secret_sha256", None))
         self.mechanism.load_state(of_mechanism)
+
+    def epsilons(self, rounds: int) -> Tree:
+        """What a scored line of metrics.jsonl says of its model, which has this many updates.
+
+        ``epsilon`` is the run's own, and ``simulated_epsilon`` that of the larger system whose noise is
+        simulated, if one is. Rounds are counted as in ``privacy.json``, never too few. An infinite epsilon is
+        left out.
+        """
+        counted = accounted_rounds(rounds, self._run_config.federated.num_rounds)
+        return {key: value for key, value in self._epsilons(counted).items() if np.isfinite(value)}
+
+    @abstractmethod
+    def _epsilons(self, counted: int) -> dict[str, float]:
+        """The epsilons of `epsilons` after exactly so many rounds."""
 
     def line(self, number: str, line: Tree) -> Tree:
         """What of a line of metrics.jsonl may be written; ``number`` is the key of the round's number."""
@@ -207,6 +221,12 @@ class CentralLedger(Ledger):
         origin = f" (N^-1.1 of {system.population:,} {self.unit.noun}s, unless privacy.delta is given)"
         return weak_delta(system.delta, "privacy.delta", origin)
 
+    def _epsilons(self, counted: int) -> dict[str, float]:
+        calibration = self.calibration
+        simulated = {"simulated_epsilon": calibration.simulated.epsilon_after(counted)}
+        executed = calibration.executed.epsilon_after(counted)
+        return {"epsilon": executed, **(simulated if calibration.is_simulation else {})}
+
     def _five_runs(self) -> str:
         system = self.calibration.simulated
         epsilon = describe_epsilon(system.epsilon_of_runs(5, self.calibration.num_rounds))
@@ -243,6 +263,7 @@ class LocalLedger(Ledger):
         assert config.local_privacy is not None
         super().__init__(config, unit, secret, directory)
         self.config, self._federated, self._users = config.local_privacy, config.federated, users
+        self._known = {0: 0}  # what `_most` has found
         self._start_counting()
         self.mechanism = LocallyPrivateMean(
             self.config, self._federated.num_rounds, noise_seed=secret.noise_seed, threads=os.cpu_count() or 1
@@ -255,12 +276,18 @@ class LocalLedger(Ledger):
 
     def _most(self, rounds: int) -> int:
         """Participations of the user who takes part most in the first rounds, whether or not it reports."""
+        if rounds in self._known:
+            return self._known[rounds]
         if rounds < self._drawn:
             self._start_counting()
         for round_number in range(self._drawn, rounds):
             self._counts[self._users.draw_cohort(self._federated.cohort_size, round_number)] += 1
-        self._drawn = rounds
-        return int(self._counts.max())
+        self._drawn, self._known[rounds] = rounds, int(self._counts.max())
+        return self._known[rounds]
+
+    def _epsilons(self, counted: int) -> dict[str, float]:
+        """The epsilon of the user who took part most."""
+        return {"epsilon": self._epsilon(self._most(counted))}
 
     def _epsilon(self, participations: int) -> float:
         return self.config.epsilon_after(participations, self.config.delta)

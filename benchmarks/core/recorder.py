@@ -274,6 +274,8 @@ class Recorder:
         if not is_main():
             return
         if self.ledger is not None:
+            if self.followed in line:
+                line |= self.ledger.epsilons(line[self.unit])
             line = self.ledger.line(self.unit, line)
         self.files.append(line)
         if self.tracking is not None:

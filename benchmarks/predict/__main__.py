@@ -2,11 +2,14 @@
 
     python -m benchmarks.predict RUN_DIR --images photo.jpg folder --output predictions.csv
     python -m benchmarks.predict RUN_DIR --split test --output predictions.csv
+    python -m benchmarks.predict RUN_DIR --user ID --output predictions.csv
 
 Works with runs of every benchmark. Labels and classes give a CSV table with each class's probability; masks
 a folder of PNG files whose levels are the classes' numbers; boxes a JSON list in COCO's format of results.
 Without --images, the images are those of a split of the run's data file, with their users and their labels.
-In Python: `benchmarks.predict.trained`.
+With --user the model is that user's own, of a run whose users keep variables (fedper, ditto and others) and
+that was trained with --runtime.keep_checkpoints true; without --images and --split, the images are then those
+of the user's that it was scored on. In Python: `benchmarks.predict.trained` and `own_model`.
 """
 
 from __future__ import annotations
@@ -28,16 +31,22 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.core.commands import command_parser
 from benchmarks.core.execute import pfl_device
+from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_pixels, trained
 from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer
+from dataset.arrays import IntArray
 from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
 from dataset.convert.folder import IMAGE_SUFFIXES
 from dataset.files import replacing
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import Split
+from pfl_ext.algorithms.personal_parts import FILE
 
-OF_RUN = ("config.yaml", "metrics.jsonl", "model.safetensors", "privacy.json", "results.json")
+OF_RUN = (
+    "config.yaml", "metrics.jsonl", "model.safetensors", "privacy.json", "results.json",
+    "checkpoint/last.safetensors", f"checkpoint/{FILE}",
+)  # fmt: skip
 """Files of a run that must not be written over."""
 EVERY_S = 10
 """Seconds between two lines of progress."""
@@ -51,12 +60,13 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--images", type=Path, nargs="+", metavar="PATH", help="image files, or folders")
     parser.add_argument("--split", choices=("train", "val", "test"), help="of the data; test if not given")
     parser.add_argument("--data_path", type=Path, metavar="F", help="the data file, if not the run's own")
+    parser.add_argument("--user", metavar="ID", help="predict with this training user's own model")
     parser.add_argument("--output", type=Path, required=True, metavar="F", help="file; a folder for masks")
     parser.add_argument("--overwrite", action="store_true", help="replace the file --output if it exists")
     parser.add_argument("--device", default="auto", help="such as cpu or cuda:0")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of a CPU; all cores if not given")
     options = parser.read(argv)
-    if options.images and (options.split or options.data_path):
+    if options.images and (options.split or (options.data_path and options.user is None)):
         raise ValueError(
             "--images is for image files, --split and --data_path for a data file: give one of both"
         )
@@ -119,25 +129,19 @@ def _of_files(model: Trained, files: Mapping[Path, Path], size: int) -> Iterator
         yield shown, torch.from_numpy(np.stack(pixels))
 
 
-def _of_split(model: Trained, file: DataFile, name: str, size: int) -> tuple[Iterator[Batch], int]:
-    """The images of a split in batches, and how many there are."""
-    benchmark = model.experiment.benchmark
-    run = benchmark.parse(["--config", str(model.record.directory / "config.yaml")])
-    experiment = model.experiment(run, file)
-    if tuple(experiment.class_names) != model.classes:
-        raise ValueError(
-            f"{file.path} has other classes than the data of {model.record.directory}: give its file with "
-            "--data_path, or images with --images"
-        )
-    store: Any = experiment.split(name)
-    total = int(store.user_offsets[-1])
+def _of_split(
+    model: Trained, file: DataFile, name: str, size: int, chosen: IntArray | None
+) -> tuple[Iterator[Batch], int]:
+    """The images of a split in batches, and how many there are; ``chosen``: the rows of only some of them."""
+    store: Any = model.on(file).split(name)
+    rows_of_all = np.arange(int(store.user_offsets[-1])) if chosen is None else chosen
     owners = np.repeat(np.arange(len(store.user_ids)), np.diff(store.user_offsets))
     of_labels = model.task.outputs == "image"
 
     def batches() -> Iterator[Batch]:
         names = np.array(model.classes)
-        for first in range(0, total, size):
-            rows = np.arange(first, min(first + size, total))
+        for first in range(0, len(rows_of_all), size):
+            rows = rows_of_all[first : first + size]
             images, targets = store.read(rows)
             shown = []
             for row, target in zip(rows.tolist(), targets):
@@ -147,7 +151,7 @@ def _of_split(model: Trained, file: DataFile, name: str, size: int) -> tuple[Ite
                 shown.append(Shown(image, place, images.shape[1:3], user, truth))
             yield shown, torch.from_numpy(images)
 
-    return batches(), total
+    return batches(), len(rows_of_all)
 
 
 def _image_id(file: DataFile, store: Any, row: int) -> str:
@@ -200,15 +204,21 @@ def main(argv: Sequence[str]) -> None:
         stack.enter_context(pfl_device(options.device))
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
+        path, held_out = options.data_path or Path(str(model.record.outcome["dataset"])), None
+        if options.user is not None or not options.images:
+            file = stack.enter_context(DataFile(path))
+        if options.user is not None:
+            model, held_out = own_model(model, file, options.user)
         if options.images:
             files = _files(options.images, apart=model.task.outputs == "pixels")
-            inputs: Iterable[Path] = files
+            inputs: Iterable[Path] = [*files, path]
             batches, total, source = _of_files(model, files, size), len(files), "image files"
         else:
-            path = options.data_path or Path(str(model.record.outcome["dataset"]))
-            file, inputs = stack.enter_context(DataFile(path)), [path]
-            split = options.split or "test"
-            batches, total = _of_split(model, file, split, size)
+            inputs, split = [path], options.split or ("test" if held_out is None else "train")
+            if held_out is not None and options.split is None and not len(held_out):
+                raise ValueError(f"--user {options.user} has no images held out: give --split, or --images")
+            chosen = held_out if options.split is None else None
+            batches, total = _of_split(model, file, split, size, chosen)
             source = f"images of {split} in {path}"
         if model.task.outputs != "pixels":
             _check_output(options.output, model, inputs, options.overwrite)

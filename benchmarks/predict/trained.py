@@ -24,9 +24,11 @@ from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord, not_whole
 from dataset.arrays import ByteArray
 from dataset.store import images as stored_images
+from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
 from pfl_ext.data.normalisation import FIXED
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.task import Task
 
@@ -60,6 +62,21 @@ class Trained:
         """The side in pixels at which the run read its images."""
         config: Any = self.record.config
         return int(config.data.image_size)
+
+    def on(self, file: DataFile) -> Experiment[Any]:
+        """The run's kind on a data file, such as its own.
+
+        Raises:
+            ValueError: when the file has other classes, or not what the run's config asks for.
+        """
+        config = self.record.directory / "config.yaml"
+        experiment = self.experiment(self.experiment.benchmark.parse(["--config", str(config)]), file)
+        if tuple(experiment.class_names) != self.classes:
+            raise ValueError(
+                f"{file.path} has other classes than the data of {self.record.directory}: give its file with "
+                "--data_path, or images with --images"
+            )
+        return experiment
 
     def read(self, paths: Iterable[str | Path]) -> Tensor:
         """Image files as the run read its images: uint8 ``[B, S, S, 3]``, squashed to S.
@@ -125,7 +142,9 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
     file = directory / "model.safetensors"
     if not file.is_file():
         raise not_whole(directory, f"{file.name} is missing")
-    network = _network(record, experiment.task_of(record.config, len(classes)), len(classes))
+    task, merged = experiment.task_of(record.config, len(classes)), {"trained": "all"}
+    model = dataclasses.replace(record.config.model, **merged)  # what adapters add is in the file's weights
+    network = network_of(record, task, len(classes), model)
     try:
         network.load_state_dict(checkpoint.load(file)[0])
     except RuntimeError as fault:
@@ -143,10 +162,9 @@ def _classes(record: RunRecord) -> tuple[str, ...]:
     return tuple(map(str, found))
 
 
-def _network(record: RunRecord, task: Task, num_classes: int) -> ImageClassifier:
-    """The network of a run with weights as drawn; LoRA's adapters are merged into the file's weights."""
+def network_of(record: RunRecord, task: Task, num_classes: int, model: ModelConfig) -> ImageClassifier:
+    """The network of a run with weights as drawn."""
     config: TrainingConfig = record.config
-    model = dataclasses.replace(config.model, trained="all")
     backbone = build_backbone(model, num_classes, torch_stream(config.seed, "model initialisation"))
     fixed = FIXED.get(model.normalisation)
     if fixed is not None:
@@ -157,4 +175,13 @@ def _network(record: RunRecord, task: Task, num_classes: int) -> ImageClassifier
         if not scale:
             raise not_whole(record.directory, "results.json does not hold the data's mean and deviation")
         mean, std = scale["mean"], scale["std"]
-    return ImageClassifier(backbone, task=task, input_size=model.input_size, mean=mean, std=std)
+    return ImageClassifier(
+        backbone,
+        task=task,
+        input_size=model.input_size,
+        mean=mean,
+        std=std,
+        exact_crops=config.augment.crop != "resized",
+        padding=config.augment.padding,
+        cutout=config.augment.cutout,
+    )

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeInt, PositiveFloat
@@ -121,6 +122,13 @@ class Personalised(ServerModelAlgorithm):
     def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:
         """The user's own model, to be scored. Here it is x with the user's values in place."""
         return {**x, **self.layout.named(kept)}
+
+    def model_of(self, user: int, number: int) -> PyTorchModel:
+        """The run's model with the weights of a user's own model, as it is scored after ``number`` rounds."""
+        x, users = self.clients.weights(), np.array([user], np.int64)
+        kept = self.parts.read(users, self.layout.flat(x))
+        with self.clients.dealt(users, number):
+            return self.clients.model(self.own_model(x, kept[0], user, number))
 
     @classmethod
     def check(cls, setup: Setup) -> None:

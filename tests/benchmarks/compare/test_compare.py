@@ -360,6 +360,8 @@ def test_the_page_is_the_same_every_time_and_bounded(
     assert (out / "compare.html").stat().st_size < 500_000
     with Image.open(out / "compare.png") as picture:
         assert picture.width > 1000
+    command = f"% made by: python -m benchmarks.compare {folder} --output_dir={tmp_path}\n"
+    assert command in (tmp_path / "table.tex").read_text()
     titles = page.source.count("<figcaption")
     for suffix in ("png", "svg"):
         assert len(list((out / "charts").glob(f"*.{suffix}"))) == titles > 9

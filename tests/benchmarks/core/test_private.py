@@ -66,6 +66,10 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert len(set(bounds)) == 3
     assert len(statement["by_round"]["signal-to-noise ratio"]) == 3
     assert [line["privacy"]["clipping bound"] for line in lines(directory)[:3]] == bounds
+    spent = [line["simulated_epsilon"] for line in lines(directory)]
+    assert spent == sorted(set(spent))
+    assert (spent[0], spent[-1]) == (0, simulated["epsilon_spent"])
+    assert [line.get("epsilon") for line in lines(directory)] == [0, None, None, None], "it is infinite"
     assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
     summary = capsys.readouterr().err
     assert "privacy: epsilon" in summary
@@ -203,6 +207,9 @@ def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds
     most = max(seen.values())
     assert statement["participations_at_most"] == {"so_far": most, "at_end": most}
     assert statement["epsilon_spent"] == statement["epsilon_at_end"] == made.epsilon_after(most, 0.001)
+    spent = [line["epsilon"] for line in lines(directory)]
+    assert spent == sorted(spent)
+    assert (spent[:2], spent[-1]) == ([0, made.epsilon_after(1, 0.001)], statement["epsilon_spent"])
     assert statement["seeded_for_research_only"]
     assert len(statement["by_round"]["signal-to-noise ratio"]) == 3
     assert statement["by_round"]["users"] == [4, 4, 4]
@@ -261,6 +268,8 @@ def test_epsilon_is_accounted_at_few_points_of_a_run_and_never_too_low(
         statement = privacy(tmp_path)
         assert statement["rounds_done"] == t <= statement["epsilon_spent_counts_rounds"] < t + 3
         assert statement["simulated_system"]["epsilon_spent"] >= exact.get(t, 0)
+        line = {"simulated_epsilon": "simulated_system", "epsilon": "as_executed"}
+        assert ledger.epsilons(t) == {key: statement[name]["epsilon_spent"] for key, name in line.items()}
     assert len(asked) <= 2 * 20
     assert statement["simulated_system"]["epsilon_spent"] == exact[60]
 
@@ -289,8 +298,10 @@ def keys_of(tree: Any) -> set[str]:
 def test_a_public_run_writes_nothing_that_depends_on_the_training_images(train: Train) -> None:
     """No exact figure of the training users is left in any file but the checkpoint; a full run has them."""
     directory = train(*REAL, "--privacy.release=public")
-    assert all(set(line) <= {"round", "learning_rate", "val", "privacy"} for line in lines(directory))
+    public = {"round", "learning_rate", "val", "privacy", "epsilon"}
+    assert all(set(line) <= public for line in lines(directory))
     statement, ended = privacy(directory), results(directory)
+    assert lines(directory)[-1]["epsilon"] == statement["as_executed"]["epsilon_spent"] > 0
     private = {"clipping bound", "noise std. dev. on the mean", "noisy fraction unclipped"}
     assert set(statement["by_round"]) == private
     assert set(lines(directory)[0]["privacy"]) == private
@@ -326,6 +337,12 @@ def test_a_real_run_names_no_simulated_system(train: Train, capsys: pytest.Captu
     assert "SIMULATED" not in output.err
     executed = statement["as_executed"]
     assert executed["epsilon_spent"] == executed["epsilon_at_end"] <= 50
+    asked = parse([*REAL]).config.privacy
+    assert asked is not None
+    made = asked.calibrate(12, 4, 3)
+    assert [line["epsilon"] for line in lines(directory)] == [made.epsilon_after(r) for r in range(4)]
+    assert lines(directory)[-1]["epsilon"] == executed["epsilon_spent"]
+    assert not any("simulated_epsilon" in line for line in lines(directory))
     assert executed["epsilon_at_end"] <= executed["epsilon_at_end_rdp"]
     assert executed["mu_gdp"] > 0
     assert 0 < executed["delta_at_epsilon"]["8"] < executed["delta_at_epsilon"]["4"] <= 1

@@ -1,0 +1,180 @@
+"""The table of a comparison for a paper, in LaTeX with booktabs."""
+
+from __future__ import annotations
+
+import statistics
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.compare.charts import units
+from benchmarks.compare.groups import Comparison, Group
+from benchmarks.compare.measures import in_words
+from benchmarks.compare.privacy import in_short, privacy_of
+from benchmarks.compare.tables import NONE, TEST, amount, judged_by
+from benchmarks.core.code_version import commit
+from dataset.pages import clean
+from pfl_ext.tasks.multi_label_scores import shown
+
+PLAIN = {
+    **{letter: f"\\{letter}" for letter in "{}$%&#_"},
+    **{letter: f"{{{letter}}}" for letter in "[]*"},  # after a row's end, LaTeX would read an option
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\char34{}",  # babel gives it a meaning in some languages
+    "±": r"$\pm$",
+    "–": "--",
+    "−": "$-$",
+    "…": r"\ldots{}",
+}
+"""What LaTeX reads for a character, where that is not the character itself."""
+ACCENTS = dict(zip("\u0300\u0301\u0302\u0303\u0304\u0307\u0308\u030a\u030b\u030c\u0327", "`'^~=.\"rHvc"))
+"""LaTeX's commands for Unicode's combining accents."""
+WORST = ("worst decile", "worst decile ends")
+"""The names of measures of the worst tenth of the users: its mean, and the score at which it ends."""
+
+
+class Column(NamedTuple):
+    """A column: its head, and each group's cell, escaped."""
+
+    head: str
+    cells: Sequence[str]
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX prints it, with any engine; a letter that not all have becomes its number, ``U+4E2D``."""
+    return "".join(map(_letter, unicodedata.normalize("NFC", clean(text))))
+
+
+def _letter(letter: str) -> str:
+    if letter in PLAIN or letter.isascii():
+        return PLAIN.get(letter, letter)
+    decomposed = unicodedata.normalize("NFD", letter)
+    base, marks = decomposed[0], decomposed[1:]
+    if base.isascii() and base.isalpha() and marks in ACCENTS:
+        return f"\\{ACCENTS[marks]}{{{base}}}"
+    return f"U+{ord(letter):04X}"
+
+
+def latex(comparison: Comparison, command: str) -> str:
+    """A ``table`` with the page's groups as rows, and no number that does not follow from the CSV.
+
+    Args:
+        comparison: what is compared.
+        command: that made it, for a comment.
+    """
+    groups, columns = comparison.groups, _columns(comparison)
+    rows = zip(*(column.cells for column in columns), strict=True)
+    said = ["Mean $\\pm$ standard deviation over $n$ seeds."]
+    if any(r"\textbf" in cell for column in columns for cell in column.cells):
+        said.append("Bold: the best mean on the same data.")
+    if any(map(privacy_of, groups)):
+        said.append("Epsilon is the largest over the seeds, of one run by itself.")
+    commits = {run.outcome.get("commit") or "unknown": None for group in groups for run in group.finished}
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        f"% made by: {clean(command)}",
+        f"% at commit {commit() or 'unknown'}; the runs are of commit {clean(', '.join(map(str, commits)))}",
+        "\\begin{table}",
+        "\\centering",
+        f"\\caption{{{' '.join(said)}}}",
+        "\\label{tab:compare}",
+        f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+        "\\toprule",
+        " & ".join(column.head for column in columns) + r" \\",
+        "\\midrule",
+        *(" & ".join(row) + r" \\" for row in rows),
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _columns(comparison: Comparison) -> list[Column]:
+    """The columns in which some group has something."""
+    groups = comparison.groups
+    columns = [
+        Column("setting", [escaped(group.label) for group in groups]),
+        Column("$n$", [str(len(group.finished)) for group in groups]),
+        *_of_scores(comparison),
+        *_of_worst_users(comparison),
+    ]
+    if any(map(privacy_of, groups)):
+        deltas = [(privacy_of(group) or [NONE] * 3)[2] for group in groups]
+        epsilons = [in_short(group) if group.finished else NONE for group in groups]
+        columns.append(Column(r"$\varepsilon$", list(map(escaped, epsilons))))
+        columns.append(Column(r"$\delta$", list(map(escaped, deltas))))
+    sent = [_megabytes(comparison.values(group, "bytes", "the whole run")) for group in groups]
+    done = [comparison.values(group, "cost", f"{group.runs[0].config.unit}s done") for group in groups]
+    columns.append(Column("MB", list(map(escaped, sent))))
+    columns.append(Column(units(groups), [escaped(in_words(values, "count")) for values in done]))
+    return [column for column in columns if set(column.cells) != {escaped(NONE)}]
+
+
+def _of_scores(comparison: Comparison) -> list[Column]:
+    """The scores of the page's overview: all by which runs are judged, or of each kind of run the first."""
+    groups, scores = comparison.groups, judged_by(comparison)
+    if scores:
+        return [
+            Column(
+                escaped(f"{shown(score)} on test (%)"),
+                _best(groups, [comparison.values(group, TEST, shown(score)) for group in groups]),
+            )
+            for score in scores
+        ]
+    first = [shown(group.headline[0]) for group in groups]
+    found = [comparison.values(group, TEST, name) for group, name in zip(groups, first)]
+    cells = [
+        f"{escaped(name)} {cell}" if values else cell
+        for name, cell, values in zip(first, _best(groups, found, first), found)
+    ]
+    return [Column(r"first score on test (\%)", cells)]
+
+
+def _of_worst_users(comparison: Comparison) -> list[Column]:
+    """The worst tenth of each kind of users, by the score by which users are compared with each other."""
+    names = dict[tuple[str, str], None]()
+    for group in comparison.groups:
+        score = shown(group.trained.task_of(group.runs[0].config, 2).user_headline)
+        for one in (one for run in group.runs for one in comparison.measures[run.directory]):
+            if one.name in WORST and one.section.partition(",")[0] == f"users' {score}":
+                names[one.section, one.name] = None
+    return [
+        Column(
+            escaped(f"{name}, {section} (%)"),
+            _best(comparison.groups, [comparison.values(each, section, name) for each in comparison.groups]),
+        )
+        for section, name in names
+    ]
+
+
+def _best(
+    groups: Sequence[Group], found: Sequence[Sequence[float]], names: Sequence[str] | None = None
+) -> list[str]:
+    """Cells of scores, in bold the best of several groups on the same data; by ``names``, of one score."""
+    cells = [escaped(in_words(values, "percent")) for values in found]
+    rivals: dict[tuple[str, str], list[int]] = {}
+    for place, group in enumerate(groups):
+        if found[place] and group.finished:
+            kind = (group.finished[0].data_key, "" if names is None else names[place])
+            rivals.setdefault(kind, []).append(place)
+    for places in rivals.values():
+        means = {place: f"{statistics.fmean(found[place]):.2f}" for place in places}
+        best = max(means.values(), key=float)
+        for place in places:
+            if means[place] == best and len(set(means.values())) > 1:
+                cells[place] = rf"\textbf{{{cells[place]}}}"
+    return cells
+
+
+def _megabytes(values: Sequence[float]) -> str:
+    if not values:
+        return NONE
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    mean = amount(statistics.fmean(values) / 1e6)
+    return f"{mean} ± {amount(deviation / 1e6)}" if deviation else mean

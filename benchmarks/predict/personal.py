@@ -1,0 +1,80 @@
+"""A user's own model, of a run whose users keep variables: the shared weights with what the user has kept.
+
+Both are read from the run's last checkpoint, which stays where it was trained with
+``runtime.keep_checkpoints``. Where the run tuned a user before it scored it, this does so, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from benchmarks.core.federated import run_context, setup, training_data
+from benchmarks.core.run_directory import RunDirectory
+from benchmarks.predict.trained import Trained, network_of
+from dataset.arrays import IntArray
+from dataset.store.hdf5 import DataFile
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.personal_parts import FILE
+from pfl_ext.algorithms.personalised import Personalised
+from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.models.lora import merged
+
+AGAIN = "make the run again with --runtime.keep_checkpoints true"
+
+
+def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntArray]:
+    """The model of a user after the last round, as the run scored it.
+
+    Args:
+        model: of the run.
+        file: the run's data, which says who its users are.
+        user: the user's id; the client's, where the run's partition was drawn.
+
+    Returns:
+        The model, and the rows of the split ``train`` on which the run scored it. There are none where
+        nothing of the user's was held out.
+
+    Raises:
+        ValueError: one line, when the run or the user kept nothing, or the files are gone or damaged.
+    """
+    directory, config = model.record.directory, model.record.config
+    federated, folder = config.federated, model.record.directory / "checkpoint"
+    chosen: Any = federated.chosen
+    if config.mode != "federated" or not issubclass(chosen, Personalised):
+        what = federated.algorithm if config.mode == "federated" else config.mode
+        raise ValueError(f"--user {user}: users of {directory} keep no variables ({what}): leave --user out")
+    experiment = model.on(file)
+    run = dataclasses.replace(
+        experiment.run, runtime=dataclasses.replace(experiment.run.runtime, engine="stock")
+    )
+    RunDirectory(run, directory, file.fingerprint, file.content_sha256)  # refuses other data
+    smoothing, task = config.augment.label_smoothing, experiment.task_of(config, len(model.classes))
+    task = task.smoothed(smoothing) if smoothing else task
+    module = network_of(model.record, task, len(model.classes), config.model)
+    kept = chosen.kept_names(module, federated.chosen_options)
+    for path in (folder / "last.safetensors", *([folder / FILE] if kept else [])):
+        if not path.is_file():
+            raise ValueError(
+                f"--user {user}: {path} is missing, as when a run removes it at its end: {AGAIN}"
+            )
+    store = experiment.split("train")
+    users = training_data(run, store, task, experiment.partition())
+    ids = list(users.partition.user_ids)
+    if user not in ids:
+        raise ValueError(f"--user {user}: none of the {len(ids):,} training users, as {ids[0]}, has this id")
+    number = ids.index(user)
+    context = run_context(run, setup(config, module, users, directory), CentralEvaluation(store))
+    algorithm = chosen.start(dataclasses.replace(context, compressor=None))
+    tensors, account = checkpoint.load(folder / "last.safetensors")
+    if account.get("config_sha256") != model.record.outcome["config_sha256"] or not account.get("ended"):
+        raise ValueError(f"{folder / 'last.safetensors'} is not that of the run's end: {AGAIN}")
+    try:
+        algorithm.load(algorithm.init(config.seed), tensors)
+    except ValueError as fault:
+        raise ValueError(f"{fault}: restore it, or {AGAIN}") from None
+    if not algorithm.tunes and not (kept and algorithm.seen[number]):
+        why = "took part in no round" if kept else "keeps nothing, as federated.options.personal is none"
+        raise ValueError(f"--user {user} {why}: leave --user out for the server's model")
+    network = merged(algorithm.model_of(number, federated.num_rounds).pytorch_model).eval()
+    return dataclasses.replace(model, network=network), algorithm.images.held_out[number]

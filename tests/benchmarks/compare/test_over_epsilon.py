@@ -1,0 +1,32 @@
+"""Scores over the epsilon that models have spent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.compare import charts
+from benchmarks.compare.reading import compare
+from benchmarks.compare.series import by_epsilon, by_simulated_epsilon, line_of
+from tests.benchmarks.made_runs import make_run
+
+
+def test_curves_over_epsilon_have_the_last_model_of_each(tmp_path: Path) -> None:
+    """It is the largest of the seeds; that of a simulated system stands apart; other runs have none."""
+    for seed, most in ((0, 3.0), (1, 4.0)):
+        path = make_run(tmp_path / str(seed), "pfl-r-17", seed=seed) / "metrics.jsonl"
+        metrics = [json.loads(line) for line in path.read_text().splitlines()]
+        spent = ([0.0, 0.0], [1.0, 1.5], [2.0, most], [2.0, most])
+        for number, (line, (simulated, own)) in enumerate(zip(metrics, spent, strict=True)):
+            line |= {"val": {"C-AP": 10.0 * number}, "simulated_epsilon": simulated, "epsilon": own}
+        path.write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    make_run(tmp_path / "other")
+    groups = compare([tmp_path]).groups
+    line = line_of(0, groups[0], ("val", "C-AP"), by_epsilon)
+    assert line is not None
+    assert line.x.tolist() == [0, 1.5, 4, 4]
+    assert line_of(1, groups[1], ("val", "C-AP"), by_simulated_epsilon) is None
+    found = {chart.title: chart for chart in charts.charts(compare([tmp_path]))}
+    for name, ends in (("epsilon", [0, 1.5, 4]), ("simulated epsilon", [0, 1, 2])):
+        (drawn,) = found[f"C-AP exact on val over {name}"].lines
+        assert (drawn.x.tolist(), drawn.mean.tolist()) == (ends, [0, 10, 30])
