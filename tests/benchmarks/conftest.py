@@ -14,6 +14,7 @@ from benchmarks.flair.train import main
 from dataset.cli import run
 from dataset.flair.mini import MiniSpec, write_mini
 from pfl_ext.models.classifier import ImageClassifier
+from tests.benchmarks.run_files import error_line, lines, results, timeless
 from tests.benchmarks.sparing import sparingly
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
@@ -33,6 +34,7 @@ RESNET18 = ("--model.arch=resnet18", "--model.input_size=16")
 """Where the network of the paper matters."""
 
 Train = Callable[..., Path]
+Refused = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +76,37 @@ def train(mini_file: Path, tmp_path: Path) -> Train:
         return train_into(tmp_path / name, mini_file, *argv, code=code, draw=draw)
 
     return call
+
+
+@pytest.fixture
+def refused(train: Train, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run the training command, which must end with code 2 and one line that says this; the run directory."""
+
+    def call(message: str, *argv: str, name: str = "run") -> Path:
+        capsys.readouterr()  # what was said before
+        directory = train(*argv, name=name, code=2)
+        assert message in error_line(capsys)
+        return directory
+
+    return call
+
+
+def killed_and_resumed(train: Train, step: int, *argv: str, draw: bool = False) -> tuple[Path, Path]:
+    """Train a run, and the same run killed before this step is recorded and resumed, to the same end.
+
+    Returns:
+        The run directories of both.
+    """
+    whole = train(*argv, name="whole", draw=draw)
+    with killed_at(step):
+        directory = train(*argv, name="killed", code=130)
+    assert len(lines(directory)) == step
+    train(*argv, name="killed")
+    assert timeless(directory) == timeless(whole)
+    theirs = results(whole)
+    for key in ("model_sha256", "val", "test", "last", "traffic"):
+        assert results(directory).get(key) == theirs.get(key), key
+    return whole, directory
 
 
 @pytest.fixture

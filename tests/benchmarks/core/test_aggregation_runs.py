@@ -27,13 +27,13 @@ from pfl_ext.attacks.attack import attackers
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.one_step import train_one_step
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, Array, Direct, run_of, trajectory
-from tests.benchmarks.core.test_compression_runs import LOCAL, PRIVATE, TOP_K, timeless
+from tests.benchmarks.core.test_compression_runs import LOCAL, PRIVATE, TOP_K
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import lines
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 from tests.pfl_ext.aggregation.test_rules import brute
 
@@ -153,13 +153,7 @@ SPOOLED = (f"{RULE}kind=multi_krum", f"{ATTACK}kind=alie", f"{ATTACK}share=0.25"
 @pytest.mark.parametrize("more", [(f"{ATTACK}kind=alie",), (f"{ATTACK}kind=gaussian", *TOP_K)])
 def test_it_is_killed_and_goes_on_bit_for_bit(more: tuple[str, ...], train: Train) -> None:
     argv = (*SPOOLED[:1], *SPOOLED[2:], f"{RULE}options.bucket_size=2", f"{RULE}options.tolerated=0", *more)
-    argv_of_four = (*argv, "--federated.num_rounds=4")
-    whole = train(*argv_of_four, name="whole")
-    with killed_at(2):
-        directory = train(*argv_of_four, code=130)
-    train(*argv_of_four)
-    assert timeless(directory) == timeless(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    whole, directory = killed_and_resumed(train, 2, *argv, "--federated.num_rounds=4")
     names = {path.name for path in (directory / "checkpoint").iterdir()}
     assert names == {path.name for path in (whole / "checkpoint").iterdir()}
 
@@ -260,10 +254,9 @@ NEEDS = (
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: Sequence[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+    argv: Sequence[str], message: str, refused: Refused
 ) -> None:
-    train(*argv, code=2)
-    assert message in error_line(capsys)
+    refused(message, *argv)
 
 
 def test_a_private_run_measures_the_bounded_update(train: Train) -> None:

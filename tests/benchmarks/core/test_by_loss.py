@@ -18,12 +18,12 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, Array, Batch, Direct, Users, run_of, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import lines, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 
@@ -129,14 +129,7 @@ QFFL = ("--federated.algorithm=qffl", "--federated.options.q=0.5")
 def test_it_is_killed_and_goes_on_bit_for_bit(argv: tuple[str, ...], train: Train) -> None:
     argv = (*argv, "--federated.num_rounds=4", "--runtime.checkpoint_every=1", "--server.momentum=0.5")
     argv = (*argv, "--server.optimizer=sgd")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert lines(directory) == lines(whole)
-    for key in ("model_sha256", "val", "test", "last"):
-        assert results(directory)[key] == results(whole)[key]
+    _, directory = killed_and_resumed(train, 2, *argv)
     assert all(line["largest_user_loss"] > 0 for line in lines(directory)[:4])
     traffic = results(directory)["traffic"]
     assert traffic["up"] == traffic["down"] + 4
@@ -161,11 +154,8 @@ def test_it_is_killed_and_goes_on_bit_for_bit(argv: tuple[str, ...], train: Trai
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(QFFL[0], *argv, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, QFFL[0], *argv)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.devices.fleet import Sent
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, Direct, run_of, trajectory
 from tests.benchmarks.core.test_privacy_matrix import BOUND, CENTRAL, moved
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import lines, results, timeless
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 SPEEDS = {
@@ -117,10 +117,6 @@ CLASSES_OF_RUN = (
 LATE = (*CLASSES_OF_RUN, "--devices.deadline_s=2.5", "--devices.late=partial", "--devices.drop_out=0.3")
 
 
-def timeless(directory: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if "seconds" not in k or "virt" in k} for line in lines(directory)]
-
-
 @pytest.mark.parametrize("engine", ["stock", "fast"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fednova"])
 def test_devices_that_always_report_are_a_plain_run_bit_for_bit(
@@ -142,13 +138,7 @@ def test_devices_that_always_report_are_a_plain_run_bit_for_bit(
 
 def test_it_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
     argv = (*LATE, "--federated.algorithm=scaffold", "--federated.num_rounds=4")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert timeless(directory) == timeless(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    whole, _ = killed_and_resumed(train, 2, *argv)
     seconds = [line["virtual_seconds"] for line in lines(whole) if "virtual_seconds" in line]
     assert seconds == sorted(set(seconds)), "the clock goes on"
     assert all(line["users"] == line["reported"] for line in lines(whole)[:-1])
@@ -267,11 +257,8 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("argv, message", REFUSED)
-def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*argv, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, *argv)
 
 
 def test_files_of_speeds_are_in_the_config_by_their_hash(tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms import fedbuff
 from pfl_ext.devices.fleet import Fleet
 from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, USERS, Array, run_of, server, trajectory, vector
-from tests.benchmarks.core.test_device_runs import CLASSES_OF_RUN, NUMBERS, SPEEDS, timeless
+from tests.benchmarks.core.test_device_runs import CLASSES_OF_RUN, NUMBERS, SPEEDS
 from tests.benchmarks.core.test_groups_and_graphs import at_rate_of, direct_of
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import lines, results, timeless
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 from tests.pfl_ext.devices.test_arrivals import by_plain_loops
 
@@ -197,20 +197,19 @@ REFUSED = (
 )
 
 
+@pytest.mark.usefixtures("asynchronous")
 @pytest.mark.parametrize("argv, message", REFUSED)
 def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: tuple[str, ...], message: str, asynchronous: Train, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], message: str, refused: Refused
 ) -> None:
-    asynchronous(*argv, code=2)
-    assert message in error_line(capsys)
+    refused(message, *argv)
 
 
-def test_versions_that_have_no_room_are_refused(
-    asynchronous: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("asynchronous")
+def test_versions_that_have_no_room_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
-    asynchronous(*RUN, f"{OPTIONS}max_staleness=2", code=2)
-    assert "fedbuff keeps up to 3 versions of the model, which takes up to 0.0 GB" in error_line(capsys)
+    message = "fedbuff keeps up to 3 versions of the model, which takes up to 0.0 GB"
+    refused(message, *RUN, f"{OPTIONS}max_staleness=2")
 
 
 def main(data: Path, directory: Path) -> None:

@@ -20,9 +20,9 @@ from pfl_ext.algorithms.fedgkt import FedGKT, FedGKTOptions, GKTState
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, Users, run_of
-from tests.benchmarks.test_train import error_line, lines, results
+from tests.benchmarks.run_files import error_line, lines, results
 from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
 from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
 
@@ -302,13 +302,8 @@ KEYS = (
 def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
     vision: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = vision(*KEYS, name="whole")
+    whole, directory = killed_and_resumed(vision, 2, *KEYS)
     assert "FedGKT: 4 users are the clients; 8 others take no part" in capsys.readouterr().err
-    with killed_at(2):
-        directory = vision(*KEYS, code=130)
-    assert len(lines(directory)) == 2
-    vision(*KEYS)
-    assert lines(directory) == lines(whole)
     ours, theirs = (
         checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (directory, whole)
     )
@@ -316,7 +311,6 @@ def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert any(name.endswith("teacher") for name in theirs)
     found = results(whole)
-    assert results(directory)["model_sha256"] == found["model_sha256"]
     assert found["extractor_of"] == lines(whole)[0]["extractor_of"]
     kept = ("--model.pretrained=true", "--model.keep_head=true", f"--weights={whole / 'model.safetensors'}")
     again = vision(*KEYS, *kept, "--federated.num_rounds=1", name="again")
@@ -350,11 +344,9 @@ def test_what_it_cannot_do_is_refused_in_one_line(
     assert message in error_line(capsys)
 
 
-def test_privacy_and_several_labels_are_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train(KEYS[0], "--config=pfl-r-17", code=2)
-    assert "privacy refuses federated.algorithm = fedgkt" in error_line(capsys)
-    train(KEYS[0], code=2)
-    assert "fedgkt compares softmaxes of one label for each image" in error_line(capsys)
+def test_privacy_and_several_labels_are_refused(refused: Refused) -> None:
+    refused("privacy refuses federated.algorithm = fedgkt", KEYS[0], "--config=pfl-r-17")
+    refused("fedgkt compares softmaxes of one label for each image", KEYS[0])
 
 
 def test_dropout_and_what_has_no_room_are_refused() -> None:

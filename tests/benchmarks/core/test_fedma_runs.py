@@ -19,10 +19,10 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.fedma import FedMA, Networks
 from pfl_ext.algorithms.matching import alive, neurons, reordered
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import lines, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 FEDMA = ("--federated.algorithm=fedma", "--federated.num_rounds=5", "--evaluation.best_by=last")
@@ -231,16 +231,10 @@ def test_what_is_sent_is_counted(train: Train) -> None:
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*FEDMA, *words, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(words: list[str], message: str, refused: Refused) -> None:
+    refused(message, *FEDMA, *words)
 
 
-def test_networks_beyond_the_memory_are_refused(
-    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_networks_beyond_the_memory_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 1000)
-    train(*FEDMA, code=2)
-    assert "fedma keeps a network of each of 4 users" in error_line(capsys)
+    refused("fedma keeps a network of each of 4 users", *FEDMA)

@@ -21,10 +21,10 @@ from dataset.cli import run as run_command
 from dataset.store.views import PixelCache
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.fednas import FedNAS, FedNASOptions
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import lines, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 NETWORK = ("--model.cells=3", "--model.cell_channels=2", "--model.groups=1", "--model.input_size=8")
@@ -59,15 +59,8 @@ def test_a_search_is_killed_and_goes_on_reads_no_test_image_and_its_genotype_is_
 
     monkeypatch.setattr(FedNAS, "round", round_)
     monkeypatch.setattr(PixelCache, "read", noted)
-    whole = train(*SEARCH, *TWO, name="whole")
+    whole, directory = killed_and_resumed(train, 1, *SEARCH, *TWO)
     assert splits == {("train", True), ("val", False), ("test", False)}
-    with killed_at(1):
-        directory = train(*SEARCH, *TWO, code=130)
-    assert len(lines(directory)) == 1
-    train(*SEARCH, *TWO)
-    assert lines(directory) == lines(whole)
-    for key in ("model_sha256", "val", "test", "traffic"):
-        assert results(directory)[key] == results(whole)[key]
     last = results(directory)
     assert last["genotype"] == lines(whole)[1]["genotype"]
     tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
@@ -140,11 +133,8 @@ def test_the_mini_set_comes_with_a_search_of_its_size_and_the_recipe_is_the_pape
         (["--federated.weighting=users", "--local_privacy.epsilon=4"], "local_privacy refuses federated.al"),
     ],
 )
-def test_what_it_cannot_do_is_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*SEARCH, *argv, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, *SEARCH, *argv)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import lines, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 
@@ -117,14 +117,7 @@ def test_it_trains_as_its_equations_say(
 
 def test_it_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
     argv = (*GOSSIP, "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert lines(directory) == lines(whole)
-    for key in ("model_sha256", "val", "test", "last"):
-        assert results(directory)[key] == results(whole)[key]
+    _, directory = killed_and_resumed(train, 2, *argv)
     kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
     assert any((kept[f"1/{name[2:]}"] != w).any() for name, w in kept.items() if name.startswith("0/"))
     size = sum(w.numel() * 4 for name, w in kept.items() if name.startswith("0/"))
@@ -172,11 +165,8 @@ def test_options_that_no_algorithm_reads_leave_the_digest_alone(tmp_path: Path) 
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*GOSSIP[:1], *argv, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, *GOSSIP[:1], *argv)
 
 
 def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from pfl_ext import checkpoint
 from pfl_ext.workers.distributed import is_main
 from tests.benchmarks.core import rotation
 from tests.benchmarks.core.rotation import Rotation, Turn
+from tests.benchmarks.run_files import error_line, lines, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.closeness import assert_close_as_vector
 from tests.launching import command, finish, run, start
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, rounding_of

@@ -32,11 +32,10 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, SquaredError, Trace, Users, run_of, vector
 from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 SEQUENTIAL = ("relay", "u_shaped")
@@ -219,16 +218,9 @@ KEYS = ("--federated.algorithm=split", "--federated.num_rounds=3", "--local.mome
 def test_it_is_killed_and_goes_on_bit_for_bit(variant: str, train: Train) -> None:
     handed = "handover" if variant == "relay" else "restart"
     argv = (*KEYS, f"--federated.options.variant={variant}", f"--federated.options.momentum={handed}")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert lines(directory) == lines(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    _, directory = killed_and_resumed(train, 2, *argv)
     kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
     assert any(name.startswith("momentum/") for name in kept) == (variant == "relay")
-    assert results(directory)["traffic"] == results(whole)["traffic"]
 
 
 @pytest.mark.parametrize(
@@ -253,11 +245,8 @@ def test_it_is_killed_and_goes_on_bit_for_bit(variant: str, train: Train) -> Non
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = split"),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(KEYS[0], *words, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(words: list[str], message: str, refused: Refused) -> None:
+    refused(message, KEYS[0], *words)
 
 
 def test_turns_are_taken_in_one_process() -> None:

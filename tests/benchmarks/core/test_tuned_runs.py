@@ -14,11 +14,11 @@ from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.tuning import Timed, Tuner
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core.test_workers import distance
 from tests.benchmarks.core.worker_runs import FAST, SMALL
+from tests.benchmarks.run_files import results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, results
 from tests.launching import command, run
 
 TUNED = ("--runtime.tune=true", "--runtime.threads=1")
@@ -70,10 +70,9 @@ def test_nothing_is_timed_on_a_cpu_that_was_not_asked_for(train: Train) -> None:
     ],
 )
 def test_where_nothing_may_be_timed_it_is_refused(
-    words: tuple[str, ...], refusal: str, train: Train, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], refusal: str, refused: Refused
 ) -> None:
-    train(*words, "--runtime.tune=true", code=2)
-    assert refusal in error_line(capsys)
+    refused(refusal, *words, "--runtime.tune=true")
 
 
 @pytest.mark.xdist_group("workers")

@@ -25,9 +25,9 @@ from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, SquaredError, Trace, Users, run_of, vector
-from tests.benchmarks.test_train import error_line, lines, results
+from tests.benchmarks.run_files import lines, results
 
 TREE: Tree = {
     "augment": {"flip": "none"},
@@ -192,12 +192,7 @@ KEYS = (
 
 
 def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(train: Train, mini_file: Path) -> None:
-    whole = train(*KEYS, name="whole")
-    with killed_at(2):
-        directory = train(*KEYS, code=130)
-    train(*KEYS)
-    assert lines(directory) == lines(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    whole, _ = killed_and_resumed(train, 2, *KEYS)
     file = whole / "model.safetensors"
     kept = ("--model.pretrained=true", "--model.keep_head=true", f"--weights={file}")
     again = train(*KEYS, *kept, name="again")
@@ -233,11 +228,8 @@ def test_centralised_training_takes_the_same_network(train: Train) -> None:
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = vertical"),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*KEYS, *words, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(words: list[str], message: str, refused: Refused) -> None:
+    refused(message, *KEYS, *words)
 
 
 def test_it_is_trained_in_one_process() -> None:

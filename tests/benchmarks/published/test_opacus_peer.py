@@ -20,8 +20,8 @@ from benchmarks.visual_classification.train import main as train
 from dataset.cli import run as run_command
 from dataset.flair.mini import write_mini
 from tests.benchmarks.conftest import TINY
+from tests.benchmarks.run_files import error_line
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line
 
 IMAGES = 58
 WORDS = (

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from benchmarks.core.clients import drawn_partition
-from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
 from benchmarks.visual_classification.curves import read_finished
@@ -23,8 +20,9 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex
 from dataset.store.views import SingleLabelView
 from dataset.store.writer import DataWriter
-from tests.benchmarks.conftest import TINY, train_into
+from tests.benchmarks.conftest import TINY, Refused, Train, train_into
 from tests.benchmarks.moved import LUCK, inexact
+from tests.benchmarks.run_files import lines, results, weights
 from tests.benchmarks.sparing import sparingly
 from tests.pfl_ext.engine.cpu.roundings import rounding
 
@@ -38,7 +36,6 @@ SMALL = (
     "--evaluation.every_rounds=1",
 )
 CENTRAL = (*COMMON, "--centralised.num_epochs=2")
-Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -64,19 +61,6 @@ def train(classes_file: Path, tmp_path: Path) -> Train:
         return directory
 
     return call
-
-
-def results(directory: Path) -> Tree:
-    return dict(json.loads((directory / "results.json").read_text()))
-
-
-def lines(directory: Path) -> list[Tree]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(directory: Path) -> np.ndarray:
-    tensors = load_file(directory / "model.safetensors")
-    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 
 @pytest.mark.parametrize("mode", ["federated", "centralised"])
@@ -162,14 +146,8 @@ def test_centralised_training_is_scored_alike(train: Train) -> None:
     assert set(outcome["test"]) == {"loss", "accuracy", "C-accuracy"}
 
 
-def test_an_unknown_partition_is_refused_in_one_line(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train("--data.partition=alpha-9", code=2)
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "alpha-9" in error
-    assert error.count("\n") == 1
+def test_an_unknown_partition_is_refused_in_one_line(refused: Refused) -> None:
+    refused("alpha-9", "--data.partition=alpha-9")
 
 
 def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) -> None:
@@ -242,12 +220,8 @@ def test_a_val_carved_from_train_chooses_the_model(
         (["--data.scored=train"], "data.scored"),
     ],
 )
-def test_what_would_choose_by_test_is_refused(
-    train: Train, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert not train(*words, code=2).exists()
-    error = capsys.readouterr().err
-    assert (error.startswith("error: "), error.count("\n"), said in error) == (True, 1, True)
+def test_what_would_choose_by_test_is_refused(refused: Refused, words: list[str], said: str) -> None:
+    assert not refused(said, *words).exists()
 
 
 def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path: Path) -> None:
@@ -262,13 +236,9 @@ def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path:
             read_sweep(str(other))
 
 
-def test_the_best_is_not_chosen_by_what_is_not_scored(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train("--evaluation.best_by=C-AP", "--data.scored=val", code=2)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert error.endswith("evaluation.best_by is 'C-AP': input should be 'loss', 'accuracy' or 'last'")
+def test_the_best_is_not_chosen_by_what_is_not_scored(refused: Refused) -> None:
+    message = "evaluation.best_by is 'C-AP': input should be 'loss', 'accuracy' or 'last'"
+    refused(message, "--evaluation.best_by=C-AP", "--data.scored=val")
 
 
 def test_a_public_private_run_tells_no_facts_of_its_partition(
