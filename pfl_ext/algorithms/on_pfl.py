@@ -6,7 +6,6 @@ A cohort is trained by pfl's loop, one user after another (`OnPfl.train_one_user
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -40,6 +39,7 @@ from pfl_ext.devices.fleet import Sent
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
+from pfl_ext.evaluation import autocast_of
 from pfl_ext.events import no_running_loop
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import NoisyMean, PrivateMean
@@ -79,7 +79,7 @@ def _gradient(model: PyTorchModel, batches: Iterable[Any], num_images: int) -> d
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in batches:
         ready = model._prepare_batch(batch)
-        with model.amp_context or contextlib.nullcontext(), not_noted(model):
+        with autocast_of(model), not_noted(model):
             loss = model.pytorch_model.loss(*ready)
         found = torch.autograd.grad(loss, list(parameters.values()))
         for name, gradient in zip(total, found):
