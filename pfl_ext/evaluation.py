@@ -21,8 +21,9 @@ from torch import Tensor
 
 from dataset.arrays import IntArray
 from dataset.files import prefetched
-from pfl_ext.data.federated_dataset import Annotations, ImageStore
+from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transfer import pinned
+from pfl_ext.data.user_images import Annotations
 from pfl_ext.tasks.task import Task
 
 LOSS = StringMetricName("loss")

@@ -27,7 +27,7 @@ from benchmarks.fedcv.segmentation.config import parse as parse_segmentation
 from dataset.arrays import ByteArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.annotations import VOID
-from pfl_ext.data.federated_dataset import Annotations
+from pfl_ext.data.user_images import Annotations
 from pfl_ext.models.decoders import task_of
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.detection import Detection

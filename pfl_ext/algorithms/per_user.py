@@ -21,9 +21,10 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, MetricValue, StringMetricName
 
 from dataset.arrays import ByteArray, FloatArray, IntArray
-from pfl_ext.data.federated_dataset import Annotations, ImageStore, UserImages
+from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first
+from pfl_ext.data.user_images import Annotations, UserImages
 from pfl_ext.engine.training import PerVariableClippedSGD
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream

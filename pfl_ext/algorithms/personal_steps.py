@@ -18,7 +18,7 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.data.federated_dataset import Batch, UserImages
+from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.evaluation import autocast_of
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 

@@ -43,7 +43,7 @@ from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personal_steps import Descent, Pull
 from pfl_ext.algorithms.personalised import KeptOptions, Personalised
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import UserImages
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 

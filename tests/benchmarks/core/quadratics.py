@@ -30,7 +30,8 @@ from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
 from dataset.arrays import FloatArray
-from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages
+from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
 
