@@ -35,7 +35,6 @@ from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.algorithms.spooled import LEFT_OUT
 from pfl_ext.backend import cohort_line
-from pfl_ext.devices.fleet import Sent
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
@@ -234,7 +233,7 @@ class PflLoop(ServerModelAlgorithm):
                 context.users.partition.user_ids,
                 cohort_size=context.cohort_size,
                 seed=context.seed,
-                sent=Sent(*self._algorithm.bytes(context.model)),
+                sent=self._algorithm.bytes(context.model),
             )
 
     @property

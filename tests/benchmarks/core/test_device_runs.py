@@ -21,7 +21,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
 from pfl_ext import checkpoint
 from pfl_ext.data.federated_dataset import FederatedImageDataset
-from pfl_ext.devices.fleet import Sent
+from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.workers.distributed import connected
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
@@ -67,7 +67,7 @@ class OnDevices(Direct):
         assert config.devices is not None
         if data.turnouts is None:
             factor = 2 if config.federated.algorithm == "scaffold" else 1
-            sent = Sent(factor * NUMBERS, factor * NUMBERS + 4 * (config.federated.algorithm == "fednova"))
+            sent = Traffic(factor * NUMBERS, factor * NUMBERS + 4 * (config.federated.algorithm == "fednova"))
             size, ids = config.federated.cohort_size, data.partition.user_ids
             data.turnouts = Turnouts(config.devices, data, ids, cohort_size=size, seed=config.seed, sent=sent)
         if not len(data.cohort(config.federated.cohort_size)):
