@@ -100,7 +100,7 @@ def killed_and_resumed(train: Train, step: int, *argv: str, draw: bool = False) 
     whole = train(*argv, name="whole", draw=draw)
     with killed_at(step):
         directory = train(*argv, name="killed", code=130)
-    assert len(lines(directory)) == step
+    assert step == 0 or len(lines(directory)) == step
     train(*argv, name="killed")
     assert timeless(directory) == timeless(whole)
     theirs = results(whole)
