@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.flat_variables import FlatVariables
+from pfl_ext.algorithms.personal_parts import RowsOnMain
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -42,7 +43,7 @@ FILE = "compression_errors.f32"
 """The file of the users' compression errors, beside a run's checkpoints."""
 
 
-class Errors:
+class Errors(RowsOnMain):
     """Every user's compression error e ``[P]``, the part of its updates that was not sent so far.
 
     Worker 0 has them on its disk. In a round the other workers receive those of the users that they train.
@@ -103,20 +104,6 @@ class Errors:
                     self._rows.write(user, whole.cpu().numpy())
         if self._rows is not None:
             self._rows.end_round()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, on worker 0."""
-        return {} if self._rows is None else self._rows.tensors()
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        if self._rows is not None:
-            self._rows.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        if self._rows is not None:
-            self._rows.load(tensors)
 
 
 class Channel(Stage):

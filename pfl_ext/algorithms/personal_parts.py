@@ -71,12 +71,31 @@ def personal_names(module: nn.Module, personal: str | None) -> list[str]:
     return [name for name in names if name in chosen]
 
 
-class UserParts:
-    """The users' vectors ``[P]``, kept from one round to the next in the file of `UserVectors`.
+class RowsOnMain:
+    """Vectors of users in the file of `UserVectors`, which only worker 0 has: their part in checkpoints."""
 
-    Only worker 0 has the file. It sends the vectors that a round needs to all workers and gets the changed
-    ones back, so a run can continue with another number of workers. A user who never took part has no row in
-    the file.
+    _rows: UserVectors | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors for a checkpoint, on worker 0; the vectors themselves stay in their file."""
+        return {} if self._rows is None else self._rows.tensors()
+
+    def saved(self) -> None:
+        """Is called once the checkpoint with the last `tensors` has its final name."""
+        if self._rows is not None:
+            self._rows.saved()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
+        if self._rows is not None:
+            self._rows.load(tensors)
+
+
+class UserParts(RowsOnMain):
+    """The users' vectors ``[P]``, kept from one round to the next.
+
+    Worker 0 sends the vectors that a round needs to all workers and gets the changed ones back, so a run can
+    continue with another number of workers. A user who never took part has no row in the file.
 
     Args:
         num_users: U.
@@ -112,17 +131,3 @@ class UserParts:
         for user, vector in zip(users.tolist(), vectors.cpu().numpy()):
             self._rows.write(user, vector)
         self._rows.end_round()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint, on worker 0; the vectors themselves stay in their file."""
-        return {} if self._rows is None else self._rows.tensors()
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        if self._rows is not None:
-            self._rows.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        if self._rows is not None:
-            self._rows.load(tensors)
