@@ -27,6 +27,7 @@ from tests.pfl_ext.engine.cpu.roundings import (
     compiled,
     relative,
     with_halves,
+    with_drawn_weights,
 )
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
@@ -281,17 +282,9 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
     ids=str,
 )
 def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
-    lanes: int, more: dict[str, float], winograd: bool, monkeypatch: pytest.MonkeyPatch
+    lanes: int, more: dict[str, float], winograd: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "WEIGHTS", -1e12 if winograd else 1e12)
-    calls: list[str] = []
-    call = CpuKernels.call
-
-    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
-        calls.append(name)
-        call(self, name, *rest)
-
-    monkeypatch.setattr(CpuKernels, "call", counted)
     setting = Setting([1, 2, 9, 5], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
     for name, value in more.items():
         setattr(setting, name, value)
@@ -318,24 +311,14 @@ def narrow_backbone() -> nn.Module:
         nn.Flatten(),
         nn.Linear(28, 5),
     )
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, 0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
-    return net
+    return with_drawn_weights(net)
 
 
 @compiled
 @pytest.mark.parametrize("clipping", ["none", "global", "variable"])
 def test_a_cohort_trained_by_convolutions_of_few_channels_is_that_of_pfls_loop(
-    clipping: str, monkeypatch: pytest.MonkeyPatch
+    clipping: str, calls: list[str]
 ) -> None:
-    calls: list[str] = []
-    call = CpuKernels.call
-
-    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
-        calls.append(name)
-        call(self, name, *rest)
-
-    monkeypatch.setattr(CpuKernels, "call", counted)
     setting = Setting([1, 2, 9, 5, 20], learning_rate=0.1, backbone=narrow_backbone, momentum=0.6)
     setting.clipping, setting.max_norm = clipping, 0.3
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]
