@@ -55,14 +55,15 @@ def train_into(directory: Path, mini_file: Path, *argv: str, code: int = 0, draw
 
 
 @contextlib.contextmanager
-def killed_at(step: int) -> Iterator[None]:
-    """Within, a run is broken off before this step is recorded."""
+def killed_at(step: int, recorded: bool = False) -> Iterator[None]:
+    """Within, a run is broken off before this step is recorded, or right after it."""
     real = Recorder.step_done
 
     def die(self: Any, done: int, *rest: Any) -> None:
+        if done != step or recorded:
+            real(self, done, *rest)
         if done == step:
             raise KeyboardInterrupt
-        real(self, done, *rest)
 
     with mock.patch.object(Recorder, "step_done", die):
         yield

@@ -16,7 +16,6 @@ import torch
 import torchvision
 import yaml
 
-from benchmarks.core import recorder
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.train import main
 from dataset.cli import run
@@ -26,7 +25,7 @@ from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.tasks.multi_label_scores import COLUMNS
-from tests.benchmarks.conftest import RESNET18, SMALL, Refused, Train
+from tests.benchmarks.conftest import RESNET18, SMALL, Refused, Train, killed_at
 from tests.benchmarks.moved import LUCK, Scored, inexact, watched
 from tests.benchmarks.run_files import error_line, lines, results
 
@@ -156,23 +155,13 @@ DROPPING = "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6"
     "config",
     [f"fl-r-17 {DROPPING}", f"c-r-17 {DROPPING}", "fl-r-17 --federated.algorithm=scaffold"],
 )
-def test_killed_and_resumed_equals_uninterrupted(
-    config: str, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_and_resumed_equals_uninterrupted(config: str, train: Train) -> None:
     """Predecessors 10 and 11: cohorts replayed, the model of one round taken for another's."""
     extra = [*f"--config={config}".split(), "--runtime.checkpoint_every=2"]
     extra += ["--centralised.num_epochs=3"] if config.startswith("c-") else []
     whole = train(*extra, name="whole")
-    real = recorder.Recorder.step_done
-
-    def die(self: Any, step: int, *rest: Any) -> None:
-        real(self, step, *rest)
-        if step == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(recorder.Recorder, "step_done", die)
-    train(*extra, name="cut", code=130)
-    monkeypatch.setattr(recorder.Recorder, "step_done", real)
+    with killed_at(2, recorded=True):
+        train(*extra, name="cut", code=130)
     cut = train(*extra, name="cut")
     assert lines(cut) == lines(whole)
     assert results(cut)["model_sha256"] == results(whole)["model_sha256"]

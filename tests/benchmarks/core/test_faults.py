@@ -25,7 +25,7 @@ from benchmarks.core.run_directory import RunDirectory
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.on_pfl import PflLoop
-from tests.benchmarks.conftest import SMALL, TINY, Refused, Train, train_into
+from tests.benchmarks.conftest import SMALL, TINY, Refused, Train, killed_at, train_into
 from tests.benchmarks.run_files import error_line, lines, results, said
 
 pytestmark = pytest.mark.xdist_group("faults")
@@ -40,19 +40,11 @@ def lasting(directory: Path) -> Tree:
 
 
 @pytest.fixture
-def cut(train: Train, monkeypatch: pytest.MonkeyPatch) -> Train:
+def cut(train: Train) -> Train:
     """A run that dies in the round after ``dies_in``, checkpointed every second round."""
 
     def call(*argv: str, dies_in: int, name: str = "run") -> Path:
-        real = recorder.Recorder.step_done
-
-        def die(self: Any, step: int, *rest: Any) -> None:
-            real(self, step, *rest)
-            if step == dies_in:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(recorder.Recorder, "step_done", die)
+        with killed_at(dies_in, recorded=True):
             return train(*LONG, *argv, name=name, code=130)
 
     return call

@@ -21,7 +21,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
-from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, Users, run_of
+from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, Users, classifier, run_of
 from tests.benchmarks.run_files import error_line, lines, results
 from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
 from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
@@ -51,9 +51,7 @@ def module(flat: bool = True) -> ImageClassifier:
         second = nn.Linear(8, 6) if flat else nn.Conv2d(8, 6, 1)
         last = nn.Linear(6 if flat else 6 * SIDE * SIDE, CLASSES)
         backbone = nn.Sequential(*first, nn.Tanh(), second, nn.ReLU(inplace=True), nn.Flatten(), last)
-    return ImageClassifier(
-        backbone, task=SingleLabel(), input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True
-    )
+    return classifier(backbone, SingleLabel())
 
 
 def algorithm(run: AnyRun, flat: bool = True, store: Any = None) -> FedGKT:

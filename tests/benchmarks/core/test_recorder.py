@@ -24,7 +24,7 @@ from dataset.cli import Stopped
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.ranking import Diverged
-from tests.benchmarks.conftest import RESNET18, Refused, Train
+from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_at
 from tests.benchmarks.core.test_faults import LONG
 from tests.benchmarks.run_files import error_line, lines, results
 
@@ -36,23 +36,10 @@ def files(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def dies(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have a run die after a step."""
-
-    def call(train: Train, *argv: str, step: int) -> Path:
-        real = Recorder.step_done
-
-        def die(self: Recorder, number: int, *rest: Any) -> None:
-            real(self, number, *rest)
-            if number == step:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Recorder, "step_done", die)
-            return train(*argv, code=130)
-
-    return call
+def dies(train: Train, *argv: str, step: int) -> Path:
+    """A run that dies after a step; its directory."""
+    with killed_at(step, recorded=True):
+        return train(*argv, code=130)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +242,7 @@ def test_a_duration_is_said_in_the_unit_that_fits() -> None:
     ],
 )
 def test_resuming_says_what_is_done_again(
-    step: int, said: str, train: Train, dies: Any, capsys: pytest.CaptureFixture[str]
+    step: int, said: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dies(train, *LONG, step=step)
     capsys.readouterr()
@@ -264,7 +251,7 @@ def test_resuming_says_what_is_done_again(
 
 
 def test_several_rounds_that_are_done_again_are_counted(
-    train: Train, dies: Any, capsys: pytest.CaptureFixture[str]
+    train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ("--federated.num_rounds=6", "--runtime.checkpoint_every=10")
     dies(train, *argv, step=2)
@@ -273,9 +260,7 @@ def test_several_rounds_that_are_done_again_are_counted(
     assert "rounds 0 to 2 are done again (3 in all)" in capsys.readouterr().err
 
 
-def test_a_run_is_not_resumed_from_other_weights(
-    train: Train, refused: Refused, dies: Any, tmp_path: Path
-) -> None:
+def test_a_run_is_not_resumed_from_other_weights(train: Train, refused: Refused, tmp_path: Path) -> None:
     from torchvision.models import squeezenet1_1
 
     paths = [tmp_path / "one.pth", tmp_path / "other.pth"]
@@ -291,7 +276,7 @@ def test_a_run_is_not_resumed_from_other_weights(
 
 
 def test_an_old_run_directory_is_resumed_and_its_config_is_left_as_it_was(
-    train: Train, refused: Refused, dies: Any
+    train: Train, refused: Refused
 ) -> None:
     """It lacks the hash of the weights, holds a field without effect, and a value that is filled in today."""
     argv = (*LONG, "--federated.algorithm=fedprox")

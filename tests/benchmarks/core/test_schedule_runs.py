@@ -47,37 +47,35 @@ def test_a_killed_run_goes_on_to_the_bit(words: tuple[str, ...], train: Train) -
     killed_and_resumed(train, 1, *words)
 
 
-def test_epochs_have_their_own_rates_and_so_has_the_head(train: Train) -> None:
-    seen: list[list[float]] = []
-    real = torch.optim.SGD.step
+WHOLE = ("--centralised.optimizer=sgd", "--centralised.head_rate_factor=4", "--centralised.batch_size=999")
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """The learning rates of body and head in each step of SGD."""
+    seen, real = list[list[float]](), torch.optim.SGD.step
 
     def watched(self: Any, *words: Any) -> Any:
         seen.append([group["lr"] for group in self.param_groups])
         return real(self, *words)
 
-    more = ("--centralised.optimizer=sgd", "--centralised.head_rate_factor=4", "--centralised.batch_size=999")
-    with mock.patch.object(torch.optim.SGD, "step", watched):
-        train(*CENTRAL, *more, "--centralised.learning_rate=0.2")
-    assert seen == [[0.2, 0.8], [0.1, 0.4]]
+    monkeypatch.setattr(torch.optim.SGD, "step", watched)
+    return seen
 
 
-def test_a_warm_up_is_timms(train: Train) -> None:
+def test_epochs_have_their_own_rates_and_so_has_the_head(train: Train, rates: list[list[float]]) -> None:
+    train(*CENTRAL, *WHOLE, "--centralised.learning_rate=0.2")
+    assert rates == [[0.2, 0.8], [0.1, 0.4]]
+
+
+def test_a_warm_up_is_timms(train: Train, rates: list[list[float]]) -> None:
     """The rates of timm's StepLRScheduler(warmup_t=2, warmup_lr_init=0.01, decay_t=1, decay_rate=0.5)."""
-    seen: list[list[float]] = []
-    real = torch.optim.SGD.step
-
-    def watched(self: Any, *words: Any) -> Any:
-        seen.append([group["lr"] for group in self.param_groups])
-        return real(self, *words)
-
-    more = ("--centralised.optimizer=sgd", "--centralised.head_rate_factor=4", "--centralised.batch_size=999")
-    rates = ("--centralised.learning_rate=0.2", "--centralised.warmup_learning_rate=0.01")
+    words = ("--centralised.learning_rate=0.2", "--centralised.warmup_learning_rate=0.01")
     epochs = ("--centralised.num_epochs=4", "--centralised.warmup_epochs=2")
-    with mock.patch.object(torch.optim.SGD, "step", watched):
-        train(*CENTRAL, *more, *rates, *epochs)
+    train(*CENTRAL, *WHOLE, *words, *epochs)
     of_epochs = [0.01, 0.01 + (0.2 - 0.01) / 2, 0.2 * 0.5**2, 0.2 * 0.5**3]
-    assert [rate for rate, _ in seen] == pytest.approx(of_epochs)
-    assert [head for _, head in seen] == pytest.approx([4 * rate for rate in of_epochs])
+    assert [rate for rate, _ in rates] == pytest.approx(of_epochs)
+    assert [head for _, head in rates] == pytest.approx([4 * rate for rate in of_epochs])
 
 
 def test_scaffold_and_fednova_reckon_with_the_rate_of_the_round(train: Train) -> None:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
-from benchmarks.core.federated import run_context, setup, train_federated, training_data
-from benchmarks.core.run_directory import RunDirectory
+from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
@@ -33,7 +32,16 @@ from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
-from tests.benchmarks.core.quadratics import CLASSES, SIDE, SquaredError, Trace, Users, run_of, vector
+from tests.benchmarks.core.quadratics import (
+    CLASSES,
+    SIDE,
+    SquaredError,
+    Users,
+    classifier,
+    run_of,
+    trajectory,
+    vector,
+)
 from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.sparing import sparingly
 from tests.launching import command, run
@@ -54,22 +62,11 @@ def module() -> ImageClassifier:
             nn.ReLU(inplace=True),
             nn.Linear(6, CLASSES),
         )
-    return ImageClassifier(
-        backbone, task=SquaredError(), input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True
-    )
+    return classifier(backbone)
 
 
 def run_with(tree: Tree, **options: Any) -> AnyRun:
     return run_of(merge({"federated": {"algorithm": "split", "options": options}}, tree))
-
-
-def trajectory(run: AnyRun, directory: Path) -> Any:
-    """``[rounds, P]`` by what production calls."""
-    files = RunDirectory(run, directory)
-    files.begin()
-    trace = Trace(files)
-    train_federated(run, Users(), Users(), module(), trace)
-    return np.stack(trace.seen)
 
 
 def algorithm(run: AnyRun) -> Split:
@@ -112,7 +109,7 @@ def test_users_in_turns_are_the_whole_network_in_one_place_to_the_bit(
         cut = 1
     tree = merge(MOMENTUM, {"federated": {"cohort_size": 3}, "local": {"straddle": False}})
     run = run_with(tree, variant=variant, cut=cut, momentum=handed)
-    found, expected = trajectory(run, tmp_path), in_one_place(run, handed == "restart")
+    found, expected = trajectory(run, tmp_path, module()), in_one_place(run, handed == "restart")
     assert (found == expected).all()
     other = in_one_place(run, handed != "restart")
     assert (found[-1] != other[-1]).any(), "the test sees what becomes of momentum"
@@ -121,8 +118,8 @@ def test_users_in_turns_are_the_whole_network_in_one_place_to_the_bit(
 @pytest.mark.parametrize("cut", [1, 2])
 def test_splitfed_is_fedavg(cut: int, tmp_path: Path) -> None:
     tree = merge(MOMENTUM, {"federated": {"cohort_size": 3}})
-    found = trajectory(run_with(tree, variant="splitfed", cut=cut), tmp_path / "split")
-    averaged = trajectory(run_of(tree), tmp_path / "fedavg")
+    found = trajectory(run_with(tree, variant="splitfed", cut=cut), tmp_path / "split", module())
+    averaged = trajectory(run_of(tree), tmp_path / "fedavg", module())
     gaps = np.linalg.norm(found - averaged, axis=1) / np.linalg.norm(averaged, axis=1)
     assert gaps.max() < 1e-5, "float32, of which a round has 12 steps"
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Iterator
 
-
 import pytest
 import torch
 import torch.nn.functional as F

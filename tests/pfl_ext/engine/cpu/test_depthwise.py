@@ -14,9 +14,17 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.depthwise import Depthwise
-from pfl_ext.engine.cpu.kernels import CpuKernels, Form
+from pfl_ext.engine.cpu.kernels import Form
 from pfl_ext.engine.cpu.layers import CpuLayers
-from tests.pfl_ext.engine.cpu.roundings import BFLOAT16, KERNELS, compiled, relative, rounding, threads, with_drawn_weights
+from tests.pfl_ext.engine.cpu.roundings import (
+    BFLOAT16,
+    KERNELS,
+    compiled,
+    relative,
+    rounding,
+    threads,
+    with_drawn_weights,
+)
 from tests.pfl_ext.engine.setting import Setting, distance, rounding_of
 
 

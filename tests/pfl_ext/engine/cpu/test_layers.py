@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from pfl_ext.data.transforms import CROP_COLUMNS, KEY_COLUMNS
 from pfl_ext.engine.cpu import kernels as cpu_kernels
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32, described
 from pfl_ext.engine.cpu.convolutions import Convolution, FewChannels
-from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import CpuLayers, GroupNorm, kernels_for
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
@@ -26,8 +24,8 @@ from tests.pfl_ext.engine.cpu.roundings import (
     WINOGRAD,
     compiled,
     relative,
-    with_halves,
     with_drawn_weights,
+    with_halves,
 )
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
