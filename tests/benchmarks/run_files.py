@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from torch import Tensor
 
 from benchmarks.core.config.trees import Tree
+from pfl_ext import checkpoint
 
 
 def results(directory: Path) -> Tree:
@@ -28,6 +30,11 @@ def timeless(directory: Path) -> list[Tree]:
     return [
         {k: v for k, v in line.items() if "seconds" not in k or "virtual" in k} for line in lines(directory)
     ]
+
+
+def last_checkpoint(directory: Path) -> dict[str, Tensor]:
+    """The tensors of the last checkpoint."""
+    return checkpoint.load(directory / "checkpoint" / "last.safetensors")[0]
 
 
 def weights(directory: Path) -> np.ndarray:

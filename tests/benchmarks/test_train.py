@@ -27,7 +27,7 @@ from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.tasks.multi_label_scores import COLUMNS
 from tests.benchmarks.conftest import RESNET18, SMALL, Refused, Train, killed_at
 from tests.benchmarks.moved import LUCK, Scored, inexact, watched
-from tests.benchmarks.run_files import error_line, lines, results
+from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
 
 MODEL = "model.safetensors"
 GOLDEN = Path(__file__).parent / "golden_fl.json"
@@ -76,7 +76,7 @@ def test_the_saved_model_is_the_one_that_scored_best(train: Train) -> None:
     got = results(directory)
     assert scored[got["best_step"]] == max(scored.values())
     assert got["val"]["C-AP"] == pytest.approx(max(scored.values()), abs=1e-5)
-    last, _ = load(directory / "checkpoint" / "last.safetensors")
+    last = last_checkpoint(directory)
     saved, _ = load(directory / "model.safetensors")
     if got["best_step"] < got["rounds"]:  # the last checkpoint was written before the last scoring
         assert all(torch.equal(last[f"best/{name}"], saved[name]) for name in saved)
@@ -247,7 +247,7 @@ def test_fedprox_holds_users_closer(train: Train) -> None:
     start, _ = load(train("--federated.num_rounds=1", "--server.learning_rate=1e-12", name="start") / MODEL)
 
     def distance(directory: Path) -> float:
-        last, _ = load(directory / "checkpoint" / "last.safetensors")
+        last = last_checkpoint(directory)
         return math.sqrt(sum(float((last[f"model/{name}"] - start[name]).square().sum()) for name in start))
 
     assert distance(held) < 0.7 * distance(free)

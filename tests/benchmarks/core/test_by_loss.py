@@ -5,7 +5,6 @@ test_by_loss DATA DIRECTORY          trains it, as one of the workers of a launc
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,11 @@ import pytest
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
-from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, Array, Batch, Direct, Users, run_of, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import lines, results
-from tests.benchmarks.sparing import sparingly
-from tests.launching import command, run
 
 
 def tree(name: str, weighting: str = "users", **options: float) -> dict[str, Any]:
@@ -169,12 +163,7 @@ def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path: Path) -> No
 
 def test_two_workers_hold_the_same_model_as_one(mini_file: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *QFFL, "--runtime.engine=fast", f"--data_path={mini_file}"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "tests.benchmarks.core.test_by_loss", *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     bound = 1e-5
     for name, tensor in alone.items():
         apart = float((together[name].double() - tensor.double()).norm())
@@ -185,7 +174,3 @@ def test_two_workers_hold_the_same_model_as_one(mini_file: Path, tmp_path: Path)
 
 def test_options_are_part_of_the_config() -> None:
     assert parse([*QFFL]).config.federated.options == {"q": 0.5, "lipschitz": None}
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

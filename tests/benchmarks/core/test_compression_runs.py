@@ -5,7 +5,6 @@ test_compression_runs DATA DIRECTORY          trains one, as one of the workers 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,14 @@ import torch
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.config.trees import merge
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.channel import FILE
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Array, Direct, run_of, trajectory
 from tests.benchmarks.core.worker_runs import ROUNDS, SMALL
 from tests.benchmarks.run_files import lines, results
-from tests.benchmarks.sparing import sparingly
-from tests.launching import command, run
 
 KIND, OPTION = "--compression.kind=", "--compression.options."
 TOP_K = (f"{KIND}top_k", f"{OPTION}share=0.25")
@@ -243,13 +237,7 @@ def test_two_workers_keep_and_send_what_one_does(cohort: int, mini_file: Path, t
     """With a cohort of one user, one of them has nobody to train."""
     argv = [*SMALL, *TOP_K, f"--data_path={mini_file}", f"--federated.cohort_size={cohort}"]
     argv.append("--runtime.engine=fast")
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    name = "tests.benchmarks.core.test_compression_runs"
-    run(command("torchrun", 2, name, *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     assert [line["users"] for line in lines(tmp_path / "2")[:-1]] == [cohort] * ROUNDS
     assert (alone["compression/rows"] >= 0).sum() > cohort
     for key, tensor in alone.items():
@@ -268,7 +256,3 @@ def kept(directory: Path, tensors: dict[str, torch.Tensor]) -> Any:
     length = sum(t.numel() for name, t in tensors.items() if name.startswith("model/backbone"))
     table = np.fromfile(directory / "checkpoint" / FILE, "<f4").reshape(-1, length)
     return table[rows[rows >= 0]]
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

@@ -29,7 +29,7 @@ from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, Direct, run_of, trajectory
 from tests.benchmarks.core.test_privacy_matrix import BOUND, CENTRAL, moved
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.run_files import lines, results, timeless
+from tests.benchmarks.run_files import last_checkpoint, lines, results, timeless
 from tests.benchmarks.sparing import sparingly
 from tests.launching import command, run
 
@@ -125,7 +125,7 @@ def test_devices_that_always_report_are_a_plain_run_bit_for_bit(
     argv = (f"--runtime.engine={engine}", f"--federated.algorithm={algorithm}")
     plain = train(*argv, name="plain")
     devices = train(*argv, *CLASSES_OF_RUN, name="devices")
-    ours, theirs = (checkpoint.load(d / "checkpoint" / "last.safetensors")[0] for d in (devices, plain))
+    ours, theirs = (last_checkpoint(d) for d in (devices, plain))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     more = {"selected", "reported", "lost", "late", "bytes_down", "bytes_up", "virtual_seconds"}
     for line, plain_line in zip(timeless(devices)[:-1], timeless(plain)[:-1]):
@@ -211,10 +211,7 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
     main(mini_file, tmp_path / "1")
     run(command("torchrun", 2, "tests.benchmarks.core.test_device_runs", str(mini_file), str(tmp_path / "2")))
     for name in WORKERS:
-        alone, together = (
-            checkpoint.load(tmp_path / workers / name / "checkpoint" / "last.safetensors")[0]
-            for workers in ("1", "2")
-        )
+        alone, together = (last_checkpoint(tmp_path / workers / name) for workers in ("1", "2"))
         for key, tensor in alone.items():
             torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7, msg=f"{name} {key}")
         ours, theirs = (lines(tmp_path / workers / name) for workers in ("1", "2"))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.federated import run_context, setup, training_data
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.distillation import divergence, pooled
 from pfl_ext.algorithms.fedgkt import FedGKT, FedGKTOptions, GKTState
 from pfl_ext.models.classifier import ImageClassifier
@@ -22,7 +21,7 @@ from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, Users, classifier, run_of
-from tests.benchmarks.run_files import error_line, lines, results
+from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
 from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
 from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
 
@@ -302,9 +301,7 @@ def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
 ) -> None:
     whole, directory = killed_and_resumed(vision, 2, *KEYS)
     assert "FedGKT: 4 users are the clients; 8 others take no part" in capsys.readouterr().err
-    ours, theirs = (
-        checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (directory, whole)
-    )
+    ours, theirs = (last_checkpoint(path) for path in (directory, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert any(name.endswith("teacher") for name in theirs)

@@ -26,7 +26,6 @@ from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
 from dataset.arrays import FloatArray
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.dsgd import DSGD, DSGDOptions
 from pfl_ext.algorithms.hierarchical import groups_of
 from pfl_ext.algorithms.pushsum import PushSum, PushSumOptions
@@ -35,7 +34,7 @@ from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, USERS, Array, Direct, run_of, server, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.run_files import lines, results
+from tests.benchmarks.run_files import last_checkpoint, lines, results
 from tests.benchmarks.sparing import sparingly
 from tests.launching import command, run
 
@@ -209,7 +208,7 @@ def words(name: str) -> list[str]:
 def test_it_is_killed_and_goes_on_bit_for_bit(name: str, train: Train) -> None:
     argv = (*words(name), "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
     _, directory = killed_and_resumed(train, 2, *argv)
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    kept = last_checkpoint(directory)
     traffic = results(directory)["traffic"]
     if name == "hierarchical":
         size = sum(w.numel() * 4 for key, w in kept.items() if key.startswith("model/"))
@@ -321,10 +320,7 @@ def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path
     module = "tests.benchmarks.core.test_groups_and_graphs"
     run(command("torchrun", 2, module, str(mini_file), str(tmp_path / "2")))
     for name in WORDS:
-        alone, together = (
-            checkpoint.load(tmp_path / workers / name / "checkpoint" / "last.safetensors")[0]
-            for workers in "12"
-        )
+        alone, together = (last_checkpoint(tmp_path / workers / name) for workers in "12")
         for key, tensor in alone.items():
             torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
         assert len(lines(tmp_path / "2" / name)[0]["worker_seconds"]) == 2

@@ -31,7 +31,7 @@ from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_and_resum
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIZES, Batch, Trace, run_of
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.run_files import lines, results
+from tests.benchmarks.run_files import last_checkpoint, lines, results
 from tests.benchmarks.sparing import sparingly
 from tests.launching import command, run
 
@@ -56,9 +56,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(
     whole, directory = killed_and_resumed(train, 2, *argv)
     assert "seen users, O-AP: " in capsys.readouterr().out, "C-AP counts 0 for the classes that a user lacks"
     assert results(directory)["clients"] == results(whole)["clients"]
-    kept, again = (
-        checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (whole, directory)
-    )
+    kept, again = (last_checkpoint(path) for path in (whole, directory))
     assert torch.equal(kept["users/digests"], again["users/digests"]), "every user's own numbers"
     assert int(kept["seen"].sum()) == int((kept["users/rows"] >= 0).sum()) > 4
     clients = results(whole)["clients"]
@@ -160,7 +158,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(argv: list[str], message: st
 
 def test_fedbn_averages_all_but_the_norms(train: Train) -> None:
     directory = train("--federated.algorithm=fedbn", *RESNET18, "--federated.num_rounds=1")
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    kept = last_checkpoint(directory)
     assert (kept["model/backbone.layer2.0.downsample.1.weight"] == 1).all(), "as before training"
     assert (kept["model/backbone.bn1.bias"] == 0).all()
     content = np.fromfile(directory / "checkpoint" / FILE, "<f4").reshape(-1, 9600)
@@ -201,9 +199,7 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
     )
     for name in WORDS:
         alone, together = (tmp_path / workers / name for workers in "12")
-        first, second = (
-            checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (alone, together)
-        )
+        first, second = (last_checkpoint(path) for path in (alone, together))
         for key, tensor in first.items():
             if key.startswith(("model/", "seen")):
                 torch.testing.assert_close(second[key], tensor, rtol=1e-5, atol=1e-6)

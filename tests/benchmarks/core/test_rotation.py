@@ -25,7 +25,7 @@ from pfl_ext import checkpoint
 from pfl_ext.workers.distributed import is_main
 from tests.benchmarks.core import rotation
 from tests.benchmarks.core.rotation import Rotation, Turn
-from tests.benchmarks.run_files import error_line, lines, results
+from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
 from tests.benchmarks.sparing import sparingly
 from tests.closeness import assert_close_as_vector
 from tests.launching import command, finish, run, start
@@ -89,7 +89,7 @@ def train_by_two(file: Path, directory: Path, *argv: str) -> list[str]:
 
 
 def last_weights(directory: Path) -> dict[str, torch.Tensor]:
-    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    tensors = last_checkpoint(directory)
     return {name: tensor for name, tensor in tensors.items() if name.startswith(checkpoint.MODEL)}
 
 

@@ -5,7 +5,6 @@ test_split DATA DIRECTORY          trains it, as one of the workers of a launche
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,13 @@ from torch import Tensor, nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.federated import run_context, setup, training_data
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.split import Split, Wire
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
 from tests.benchmarks.core.quadratics import (
     CLASSES,
     SIDE,
@@ -43,8 +39,7 @@ from tests.benchmarks.core.quadratics import (
     vector,
 )
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.launching import command, run
+from tests.benchmarks.run_files import last_checkpoint
 
 SEQUENTIAL = ("relay", "u_shaped")
 MOMENTUM: Tree = {"local": {"momentum": 0.5, "weight_decay": 0.01}}
@@ -216,7 +211,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(variant: str, train: Train) -> Non
     handed = "handover" if variant == "relay" else "restart"
     argv = (*KEYS, f"--federated.options.variant={variant}", f"--federated.options.momentum={handed}")
     _, directory = killed_and_resumed(train, 2, *argv)
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    kept = last_checkpoint(directory)
     assert any(name.startswith("momentum/") for name in kept) == (variant == "relay")
 
 
@@ -259,15 +254,6 @@ def test_turns_are_taken_in_one_process() -> None:
 def test_two_workers_train_splitfed_as_one_does(mini_file: Path, tmp_path: Path) -> None:
     small = [word for word in SMALL if "engine" not in word]
     argv = [*small, KEYS[0], "--federated.options.variant=splitfed", f"--data_path={mini_file}"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "tests.benchmarks.core.test_split", *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

@@ -20,7 +20,7 @@ from dataset.cli import run
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_at
 from tests.benchmarks.core.test_private import LOCAL, PRIVATE
-from tests.benchmarks.run_files import results
+from tests.benchmarks.run_files import last_checkpoint, results
 from tests.closeness import assert_close_as_vector
 
 LORA = ("--model.trained=lora", "--model.lora_rank=2", "--model.lora_alpha=4")
@@ -56,7 +56,7 @@ def test_a_run_counts_and_sends_what_is_trained_and_saves_a_plain_network(value:
     assert found["parameters"] == sum(PLAIN.values()) + more
     assert found["trainable_parameters"] == trained
     assert found["traffic"] == {"down": 4 * trained, "up": 4 * trained}
-    tensors = checkpoint.load(directory / "checkpoint" / "last.safetensors")[0]
+    tensors = last_checkpoint(directory)
     adapters = {name for name in tensors if name.startswith("model/") and "lora_" in name}
     assert bool(adapters) == (value == "lora")
     names = {f"backbone.{layer}.{part}" for layer in PLAIN for part in ("weight", "bias")}

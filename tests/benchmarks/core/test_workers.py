@@ -22,7 +22,7 @@ from pfl_ext import checkpoint
 from pfl_ext.checkpoint import MODEL
 from tests.benchmarks.conftest import Refused
 from tests.benchmarks.core.worker_runs import LOST_BY, LOST_IN, ROUNDS, RUNS, SMALL
-from tests.benchmarks.run_files import lines
+from tests.benchmarks.run_files import last_checkpoint, lines
 from tests.benchmarks.sparing import sparingly
 from tests.launching import LAUNCHERS, command, environment, needs_horovod, run
 
@@ -55,7 +55,7 @@ def alone(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def parameters(directory: Path) -> dict[str, torch.Tensor]:
     """The model after the last round."""
-    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    tensors = last_checkpoint(directory)
     return {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
 
 
