@@ -2,22 +2,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.core.recorder import Recorder
 from benchmarks.flair.train import main
-from dataset.cli import run
+from benchmarks.visual_classification.train import main as vision_main
 from dataset.flair.mini import MiniSpec, write_mini
+from dataset.store.hdf5 import DataFile
+from dataset.store.index import TAXONOMIES, DatasetIndex
+from dataset.store.writer import DataWriter
 from pfl_ext.models.classifier import ImageClassifier
 from tests import launching
 from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results, timeless
-from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.sparing import run_into
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
 COMMON = (
@@ -34,6 +39,16 @@ CENTRAL = (*COMMON, "--centralised.num_epochs=2", "--centralised.batch_size=16")
 
 RESNET18 = ("--model.arch=resnet18", "--model.input_size=16")
 """Where the network of the paper matters."""
+VISION_COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
+VISION_SMALL = (
+    *VISION_COMMON,
+    "--federated.num_rounds=2",
+    "--federated.cohort_size=4",
+    "--local.batch_size=4",
+    "--local.learning_rate=0.05",
+    "--evaluation.every_rounds=1",
+)
+VISION_CENTRAL = (*VISION_COMMON, "--centralised.num_epochs=2")
 
 Train = Callable[..., Path]
 Refused = Callable[..., Path]
@@ -47,13 +62,35 @@ def mini_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def classes_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mini data set of a dozen users, one label an image."""
+    path = tmp_path_factory.mktemp("data") / "classes.hdf5"
+    write_mini(path, replace(TINY, coarse_labels=1))
+    return path
+
+
+@pytest.fixture(scope="session")
+def file_without_val(tmp_path_factory: pytest.TempPathFactory, classes_file: Path) -> Path:
+    """The tiny data set as CIFAR's files are: with train and test only."""
+    path = tmp_path_factory.mktemp("data") / "without-val.hdf5"
+    with DataFile(classes_file) as file:
+        splits = {name: file.split(name) for name in ("train", "test")}
+        index = DatasetIndex(splits, {name: file.label_mapping(name) for name in TAXONOMIES}, {})
+        size = file.image_size
+        assert size is not None
+        with DataWriter(path, index, storage="raw", image_size=size) as writer:
+            for name, split in splits.items():
+                rows = np.arange(split.num_images)
+                writer.write(name, rows, file.read_images(name, rows, size))
+    return path
+
+
 def train_into(directory: Path, mini_file: Path, *argv: str, code: int = 0, draw: bool = False) -> Path:
     """Run the training command, which must end with this code, `sparingly`; the run directory."""
     small = CENTRAL if any(word.startswith("--config=c-") for word in argv) else SMALL
-    words = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *small, *argv]
-    with sparingly(draw):
-        assert run(main, words) == code
-    return directory
+    words = ("--config=fl-r-17", f"--data_path={mini_file}", *small, *argv)
+    return run_into(main, directory, *words, code=code, draw=draw)
 
 
 @contextlib.contextmanager
@@ -77,6 +114,20 @@ def train(mini_file: Path, tmp_path: Path) -> Train:
 
     def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
         return train_into(tmp_path / name, mini_file, *argv, code=code, draw=draw)
+
+    return call
+
+
+@pytest.fixture
+def vision(classes_file: Path, tmp_path: Path) -> Train:
+    """Run the training command of visual classification on `classes_file`; the run directory."""
+
+    def call(
+        *argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0, draw: bool = False
+    ) -> Path:
+        small = VISION_CENTRAL if config.endswith("centralised") else VISION_SMALL
+        words = (f"--config={config}", f"--data_path={classes_file}", *small, *argv)
+        return run_into(vision_main, tmp_path / name, *words, code=code, draw=draw)
 
     return call
 
@@ -119,8 +170,7 @@ def by_one_and_two(
 
     ``module`` is what the two run.
     """
-    with sparingly():
-        assert run(main, [*argv, f"--run_dir={folder / '1'}"]) == 0
+    run_into(main, folder / "1", *argv)
     launching.run(launching.command("torchrun", 2, module, *argv, f"--run_dir={folder / '2'}"))
     return last_checkpoint(folder / "1"), last_checkpoint(folder / "2")
 

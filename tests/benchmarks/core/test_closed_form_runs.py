@@ -12,11 +12,8 @@ from safetensors.torch import load_file
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.test_features import EACH_ROUND
 from tests.benchmarks.run_files import lines, results
-from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
-from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
 
 HEAD = ("--model.trained=head", "--model.input_size=20", "--augment.flip=none", "--evaluation.best_by=last")
-vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
 
 
 def head(directory: Path) -> torch.Tensor:

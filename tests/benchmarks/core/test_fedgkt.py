@@ -22,10 +22,6 @@ from pfl_ext.tasks.single_label import SingleLabel
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, Users, classifier, run_of
 from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
-from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
-from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
-
-vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
 
 ROUNDS, RATE, T, ALPHA = 3, 0.02, 2.0, 0.7
 OPTIONS: Tree = {

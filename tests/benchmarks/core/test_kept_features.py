@@ -27,14 +27,9 @@ from tests.benchmarks.core.test_features import computed as computed
 from tests.benchmarks.core.test_features import own_file as own_file
 from tests.benchmarks.core.test_private import PRIVATE
 from tests.benchmarks.run_files import lines, results
-from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
-from tests.benchmarks.visual_classification.test_vision_train import file_without_val as file_without_val
-from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
 from tests.closeness import assert_close_as_vector
 
 VIEWS = (*HEAD, "--augment.flip=both", "--model.input_size=18", "--augment.views=3")
-
-vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
 
 
 def fitting(words: tuple[str, ...]) -> list[str]:

@@ -13,7 +13,6 @@ from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.detection.config import DETECTION, parse
 from benchmarks.fedcv.detection.train import FederatedDetection, main
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
-from dataset.cli import run
 from dataset.flair.mini_draw import COARSE_LABELS
 from dataset.flair.mini_outlines import boxed_index, masked_index, write_boxed, write_masked
 from dataset.store.annotations import CROWD, Boxes, Masks, offsets_of
@@ -25,7 +24,7 @@ from pfl_ext.tasks import detection_scores
 from pfl_ext.tasks.segmentation import Segmentation
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import lines, results, weights
-from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.sparing import run_into
 from tests.pfl_ext.tiny_detector import Tiny
 
 SPEC = replace(
@@ -71,10 +70,8 @@ def train(boxes_file: Path, tmp_path: Path) -> Train:
     """Run the training command on the tiny data set; the run directory."""
 
     def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
-        with sparingly(draw):
-            words = [f"--data_path={boxes_file}", f"--run_dir={tmp_path / name}", *SMALL, *argv]
-            assert run(main, words) == code
-        return tmp_path / name
+        words = (f"--data_path={boxes_file}", *SMALL, *argv)
+        return run_into(main, tmp_path / name, *words, code=code, draw=draw)
 
     return call
 
@@ -136,10 +133,9 @@ def test_other_detectors_are_trained_privately_centrally_and_by_other_algorithms
     assert "epsilon = 8" in json.loads((private / "privacy.json").read_text())["paragraph"]
     assert results(train("--recipe=scaffold", *SHORT, arch, name="scaffold"))["test"]["loss"] > 0
     kept = [word for word in SMALL if not word.startswith(("--local", "--federated", "--evaluation.every"))]
-    central = ["--recipe=centralised", *kept, "--centralised.num_epochs=1", arch]
-    with sparingly():
-        assert run(main, [f"--data_path={boxes_file}", *central, f"--run_dir={tmp_path / 'c'}"]) == 0
-    assert results(tmp_path / "c")["test"]["loss"] > 0
+    central = ("--recipe=centralised", *kept, "--centralised.num_epochs=1", arch)
+    directory = run_into(main, tmp_path / "c", f"--data_path={boxes_file}", *central)
+    assert results(directory)["test"]["loss"] > 0
 
 
 @pytest.mark.parametrize("recipe", ["fedprox", "fednova", "scaffold"])
@@ -149,10 +145,9 @@ def test_other_algorithms_train_detectors(train: Train, recipe: str) -> None:
 
 def test_a_detector_is_trained_centrally(boxes_file: Path, tmp_path: Path) -> None:
     kept = [word for word in SMALL if not word.startswith(("--local", "--federated", "--evaluation.every"))]
-    words = ["--centralised.num_epochs=1", "--runtime.engine=stock", f"--run_dir={tmp_path / 'c'}"]
-    with sparingly():
-        assert run(main, [f"--data_path={boxes_file}", "--recipe=centralised", *kept, *words]) == 0
-    assert results(tmp_path / "c")["test"]["loss"] > 0
+    words = ("--recipe=centralised", *kept, "--centralised.num_epochs=1", "--runtime.engine=stock")
+    directory = run_into(main, tmp_path / "c", f"--data_path={boxes_file}", *words)
+    assert results(directory)["test"]["loss"] > 0
 
 
 def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_val(train: Train) -> None:

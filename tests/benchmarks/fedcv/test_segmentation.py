@@ -17,7 +17,6 @@ from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, parse
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
 from benchmarks.flair.config import FLAIR
-from dataset.cli import run
 from dataset.flair.mini import draw_images, write_mini
 from dataset.flair.mini_outlines import CLASSES, masked_index, write_masked
 from dataset.store.annotations import Masks
@@ -30,7 +29,7 @@ from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import results, weights
-from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.sparing import run_into
 
 SPEC = replace(
     TINY, image_size=16, train_users=8, val_users=3, test_users=3, coarse_labels=1, num_fine_labels=17
@@ -68,10 +67,8 @@ def train(masks_file: Path, tmp_path: Path) -> Train:
     """Run the training command on the tiny data set; the run directory."""
 
     def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
-        with sparingly(draw):
-            words = [f"--data_path={masks_file}", f"--run_dir={tmp_path / name}", *SMALL, *argv]
-            assert run(main, words) == code
-        return tmp_path / name
+        words = (f"--data_path={masks_file}", *SMALL, *argv)
+        return run_into(main, tmp_path / name, *words, code=code, draw=draw)
 
     return call
 

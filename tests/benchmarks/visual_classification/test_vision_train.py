@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,54 +12,18 @@ from benchmarks.core.clients import drawn_partition
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
 from benchmarks.visual_classification.curves import read_finished
-from benchmarks.visual_classification.train import VisualClassification, main
-from dataset.cli import run
-from dataset.flair.mini import write_mini
+from benchmarks.visual_classification.train import VisualClassification
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import TAXONOMIES, DatasetIndex
 from dataset.store.views import SingleLabelView
-from dataset.store.writer import DataWriter
-from tests.benchmarks.conftest import TINY, Refused, Train, train_into
+from tests.benchmarks.conftest import Refused, Train, train_into
 from tests.benchmarks.moved import LUCK, inexact
 from tests.benchmarks.run_files import lines, results, weights
-from tests.benchmarks.sparing import sparingly
 from tests.pfl_ext.engine.cpu.roundings import rounding
-
-COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
-SMALL = (
-    *COMMON,
-    "--federated.num_rounds=2",
-    "--federated.cohort_size=4",
-    "--local.batch_size=4",
-    "--local.learning_rate=0.05",
-    "--evaluation.every_rounds=1",
-)
-CENTRAL = (*COMMON, "--centralised.num_epochs=2")
-
-
-@pytest.fixture(scope="session")
-def classes_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mini data set of a dozen users, one label an image."""
-    path = tmp_path_factory.mktemp("data") / "classes.hdf5"
-    write_mini(path, replace(TINY, coarse_labels=1))
-    return path
 
 
 @pytest.fixture
-def train(classes_file: Path, tmp_path: Path) -> Train:
-    """Run the training command on the tiny data set; the run directory."""
-
-    def call(
-        *argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0, draw: bool = False
-    ) -> Path:
-        directory = tmp_path / name
-        small = CENTRAL if config.endswith("centralised") else SMALL
-        words = [f"--config={config}", f"--data_path={classes_file}", f"--run_dir={directory}", *small, *argv]
-        with sparingly(draw):
-            assert run(main, words) == code
-        return directory
-
-    return call
+def train(vision: Train) -> Train:
+    return vision
 
 
 @pytest.mark.parametrize("mode", ["federated", "centralised"])
@@ -175,22 +138,6 @@ def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) ->
 def test_private_training_refuses_what_its_accounting_does_not_cover(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(["--config=pfl-r-17", *words])
-
-
-@pytest.fixture(scope="session")
-def file_without_val(tmp_path_factory: pytest.TempPathFactory, classes_file: Path) -> Path:
-    """The tiny data set as CIFAR's files are: with train and test only."""
-    path = tmp_path_factory.mktemp("data") / "without-val.hdf5"
-    with DataFile(classes_file) as file:
-        splits = {name: file.split(name) for name in ("train", "test")}
-        index = DatasetIndex(splits, {name: file.label_mapping(name) for name in TAXONOMIES}, {})
-        size = file.image_size
-        assert size is not None
-        with DataWriter(path, index, storage="raw", image_size=size) as writer:
-            for name, split in splits.items():
-                rows = np.arange(split.num_images)
-                writer.write(name, rows, file.read_images(name, rows, size))
-    return path
 
 
 def test_a_val_carved_from_train_chooses_the_model(
