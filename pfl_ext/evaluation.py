@@ -5,9 +5,10 @@ Shape letters: n images of a worker's share.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from dataset.arrays import IntArray
 from dataset.files import prefetched
-from pfl_ext.data.federated_dataset import Annotations, ImageStore
+from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transfer import pinned
+from pfl_ext.data.user_images import Annotations
 from pfl_ext.tasks.task import Task
 
 LOSS = StringMetricName("loss")
@@ -29,6 +31,11 @@ SCORES = StringMetricName("scores")
 KEPT = 0.1
 """Share of a GPU's free memory. A split that takes less stays there from one evaluation to the next."""
 Batch = tuple[Tensor, Tensor, Annotations]
+
+
+def autocast_of(model: PyTorchModel) -> AbstractContextManager[Any]:
+    """The context in which the network runs in the run's precision."""
+    return model.amp_context or nullcontext()
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class CentralEvaluation:
         module, device = model.pytorch_model, get_default_device()
         losses, predictions, annotations = [], [], [self.store.targets(rows[:0])]
         for images, targets, stored in self._kept or self._read(module.task, rows, device):
-            with model.amp_context or contextlib.nullcontext():
+            with autocast_of(model):
                 outputs, compared = module.outputs(images, targets)
             scored = module.task.scored(outputs.float().to(targets.device), compared.to(targets.device))
             losses.append(scored[0])

@@ -29,11 +29,12 @@ from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.registry import Registry
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.conftest import mini_file as mini_file
+from tests.benchmarks.conftest import refused as refused
 from tests.benchmarks.conftest import train as train
+from tests.benchmarks.run_files import error_line, lines, results
 from tests.benchmarks.sweep.test_space import written
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.dataset.cifar10.made_cifar import CIFAR10, write_parquet
 from tests.dataset.cifar10.test_cifar import make
 
@@ -61,11 +62,9 @@ NEW = ("--federated.algorithm=slowmo", "--federated.options.beta=0.25")
 
 
 @pytest.mark.parametrize("engine", ["fast", "stock"])
-def test_a_new_algorithm_a_new_network_train_and_go_on(
-    engine: str, dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_algorithm_a_new_network_train_and_go_on(engine: str, dropped: None, train: Train) -> None:
     argv = (*NEW, "--model.arch=leaf_cnn", f"--runtime.engine={engine}")
-    whole = train(*argv, name="whole")
+    whole, _ = killed_and_resumed(train, 1, *argv)
     assert (results(whole)["arithmetic"] == "float32, pfl's own loop") == (engine == "stock")
     assert len(lines(whole)) == 4
     plain = train(*argv[2:], "--server.optimizer=sgd", "--server.learning_rate=1", name="plain")
@@ -74,14 +73,12 @@ def test_a_new_algorithm_a_new_network_train_and_go_on(
 
 
 def test_a_new_server_optimizer_trains_and_says_which_keys_it_reads(
-    dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
+    dropped: None, train: Train, refused: Refused
 ) -> None:
     argv = ("--server.optimizer=amsgrad", "--server.learning_rate=0.01")
     assert results(train(*argv))["rounds"] == 3
-    capsys.readouterr()
-    train(*argv, "--server.momentum=0.5", name="other", code=2)
     expected = "--server.momentum has no effect where server.optimizer is amsgrad: remove it, or choose sgd"
-    assert expected in error_line(capsys)
+    refused(expected, *argv, "--server.momentum=0.5", name="other")
     assert parse([*argv, "--config=pfl-r-17"]).config.privacy, "it works on the noisy mean alone"
 
 
@@ -90,16 +87,14 @@ DECAY = "--server.options.weight_decay"
 
 
 def test_a_new_server_optimizer_has_an_option_of_its_own_trains_and_goes_on(
-    dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
+    dropped: None, train: Train, refused: Refused
 ) -> None:
     argv = (*LION, "--runtime.checkpoint_every=1")
     whole = train(*argv, f"{DECAY}=20", name="whole")
     assert results(train(*argv, name="none"))["model_sha256"] != results(whole)["model_sha256"]
     with killed_at(2):
         train(*argv, f"{DECAY}=20", code=130)
-    capsys.readouterr()
-    train(*argv, f"{DECAY}=10", code=2)
-    assert "server.options.weight_decay: 20.0 -> 10.0" in error_line(capsys)
+    refused("server.options.weight_decay: 20.0 -> 10.0", *argv, f"{DECAY}=10")
     assert results(train(*argv, f"{DECAY}=20"))["model_sha256"] == results(whole)["model_sha256"]
 
 
@@ -147,10 +142,9 @@ def test_the_option_of_a_new_server_optimizer_is_in_private_configs_and_sweeps(
     ],
 )
 def test_what_nobody_has_argued_or_written_is_refused_in_one_line(
-    argv: list[str], message: str, dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, dropped: None, refused: Refused
 ) -> None:
-    train(*argv, code=2)
-    assert message in error_line(capsys)
+    refused(message, *argv)
 
 
 def test_an_algorithm_whose_file_argues_for_privacy_is_private_without_another_file(

@@ -34,9 +34,11 @@ from benchmarks.core.facts import hardware
 from benchmarks.core.features import Inputs
 from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.reporting.plots import bench_bars
+from dataset.arrays import ByteArray, IntArray
 from dataset.cli import OneLineParser, output_file
 from dataset.files import write_json
 from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.user_images import Annotations
 from pfl_ext.engine.watch import Watch
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.privacy.accounting import PrivacyConfig
@@ -47,6 +49,34 @@ PARTS = ("data", "training", "evaluation", "bookkeeping")
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16, dense; makers' figures
 STOCK = ("--runtime.engine=stock", "--runtime.prefetch=0", "--runtime.cache_gb=0")
 """Stock as pfl's users have it: float32, a read for each user when its turn comes."""
+
+
+class AlikeUsers:
+    """A store of users who all have the same images, so that reading them costs little.
+
+    Args:
+        users: U.
+        images: of each user, ``[n, S, S, 3]``.
+        annotations: ``[m, ...]``; the images of all users have them in turn.
+    """
+
+    def __init__(self, users: int, images: ByteArray, annotations: Annotations) -> None:
+        self._images, self._annotations = images, annotations
+        self.user_ids = [f"user-{u}" for u in range(users)]
+        self.user_offsets: IntArray = np.arange(users + 1, dtype=np.int64) * len(images)
+
+    @property
+    def num_images(self) -> int:
+        """The number of images of all users."""
+        return int(self.user_offsets[-1])
+
+    def read(self, rows: IntArray) -> tuple[ByteArray, Annotations]:
+        """Images and annotations of these rows."""
+        return self._images[np.asarray(rows) % len(self._images)], self.targets(rows)
+
+    def targets(self, rows: IntArray) -> Annotations:
+        """Annotations of these rows."""
+        return self._annotations[np.asarray(rows) % len(self._annotations)]
 
 
 @dataclass(frozen=True)

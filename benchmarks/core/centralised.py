@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 
 import torch
@@ -19,7 +18,7 @@ from pfl_ext.data.transforms import draw_keys
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.engine.training import clip_each
-from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.evaluation import CentralEvaluation, autocast_of
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main
@@ -65,7 +64,7 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
         images, crops = augmented(images, rng, config.model.input_size, config.augment)
         crops = draw_keys(keys, crops) if config.keys else crops
         optimizer.zero_grad()
-        with model.amp_context or contextlib.nullcontext():
+        with autocast_of(model):
             loss = module.loss(
                 torch.from_numpy(images).to(device),
                 module.task.collate(targets).to(device),

@@ -147,7 +147,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         probe(data_path)
     with DataFile(data_path) as file:
         experiment = kind(run, file)
-        files = RunDirectory(run, directory, file.fingerprint, file.content_sha256)
+        files = RunDirectory(run, directory, file)
         results = files.finished()
         had_ended = results is not None
         if results is None:

@@ -34,7 +34,7 @@ from pfl_ext.data.federated_dataset import (
     Sampler,
     natural_partition,
 )
-from pfl_ext.devices.fleet import Sent
+from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
@@ -227,7 +227,7 @@ def check_federated(
     check_kept(config, chosen)
     if config.devices is not None:
         size = trained_bytes(module)
-        sent, ids = Sent(size, size), users.partition.user_ids
+        sent, ids = Traffic(size, size), users.partition.user_ids
         drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
         turnouts = Turnouts(config.devices, users, ids, **drawn, sent=sent)
         if draws_cohorts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -15,6 +14,7 @@ from benchmarks.core.config.digests import config_tree, digest, short_digest, tr
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
 from dataset.files import write_bytes, write_json, written
+from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import read_json
 from pfl_ext.workers.distributed import from_main, is_main
 
@@ -73,19 +73,16 @@ class RunDirectory:
     Args:
         run: the run whose directory this is, or is to become.
         path: where it lies.
-        data_sha256: what the run learns from, see `dataset.store.hdf5.DataFile.fingerprint`.
-        content_sha256: of every byte that a private run learns from, where ``data_sha256`` leaves out pixels.
+        file: what the run learns from; None: not known.
 
     Raises:
         ValueError: when the directory holds a run of another config or of other data, or a run and
             ``resume="never"``.
     """
 
-    def __init__(
-        self, run: AnyRun, path: Path, data_sha256: str = "", content_sha256: Callable[[], str] | None = None
-    ) -> None:
-        self.run, self.path, self.data_sha256 = run, path, data_sha256
-        self._content_sha256 = content_sha256 or (lambda: data_sha256)
+    def __init__(self, run: AnyRun, path: Path, file: DataFile | None = None) -> None:
+        self.run, self.path, self._file = run, path, file
+        self.data_sha256 = "" if file is None else file.fingerprint
         self._metrics = path / "metrics.jsonl"
         self.config_sha256: str = from_main(self._config_sha256() if is_main() else None)
         """Digest of the directory's config.yaml, or of the one that will be written there."""
@@ -150,7 +147,8 @@ class RunDirectory:
             return None
         if privacy.noise_seed == "run":
             return public_secret(self.path, config.seed)
-        return open_secret(self.path, self.config_sha256, self._content_sha256(), self.run.runtime.precision)
+        content = "" if self._file is None else self._file.content_sha256()
+        return open_secret(self.path, self.config_sha256, content, self.run.runtime.precision)
 
     def history(self) -> list[Tree]:
         """The lines of ``metrics.jsonl`` so far."""

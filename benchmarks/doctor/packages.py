@@ -98,13 +98,13 @@ def pins(file: Path) -> Iterator[Pin]:
             yield Pin(match[1], match[2], installed(match[1]), for_tests)
 
 
-def needs(distribution: str = DISTRIBUTION) -> Iterator[Pin]:
-    """What an installed package says that it needs, without its extras.
+def needs() -> Iterator[Pin]:
+    """What the installed package says that it needs, without its extras.
 
     Raises:
         PackageNotFoundError: where it is not installed.
     """
-    for text in metadata.requires(distribution) or ():
+    for text in metadata.requires(DISTRIBUTION) or ():
         match = re.match(r"([\w.-]+)\s*([^;]*)(?:;(.*))?", text)
         if match and "extra" not in (match[3] or ""):
             yield Pin(match[1], match[2].strip(" ()"), installed(match[1]), False)

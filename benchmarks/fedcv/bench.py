@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
+from benchmarks.bench.rounds import STOCK, AlikeUsers, Sides, measure, report_cases
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
 from benchmarks.core.features import Inputs
 from benchmarks.fedcv.detection.config import parse as parse_detection
 from benchmarks.fedcv.segmentation.config import parse as parse_segmentation
-from dataset.arrays import ByteArray, IntArray
+from dataset.arrays import ByteArray
 from dataset.cli import run as run_command
 from dataset.store.annotations import VOID
-from pfl_ext.data.federated_dataset import Annotations
+from pfl_ext.data.user_images import Annotations
 from pfl_ext.models.decoders import task_of
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.detection import Detection
@@ -83,29 +83,11 @@ CPU = [
 SETS = {"cpu": CPU, "gpu": CPU, "all": CPU}
 
 
-class RandomAnnotations:
-    """Random pixels, and masks in blocks or boxes, drawn once and the same for every user."""
-
-    def __init__(self, case: Case, users: int) -> None:
-        rng = stream(0, "bench")
-        self._each, shape = case.user_images, (case.user_images, case.pixels, case.pixels)
-        self._images = rng.integers(0, 256, (*shape, 3), np.uint8)
-        self._targets = _boxes(case, rng) if case.is_detection else _masks(case, rng)
-        self.user_ids = [f"user-{u}" for u in range(users)]
-        self.user_offsets: IntArray = np.arange(users + 1, dtype=np.int64) * case.user_images
-
-    @property
-    def num_images(self) -> int:
-        """N."""
-        return int(self.user_offsets[-1])
-
-    def read(self, rows: IntArray) -> tuple[ByteArray, Annotations]:
-        """Images ``[n, S, S, 3]`` and their masks or boxes."""
-        return self._images[np.asarray(rows) % self._each], self.targets(rows)
-
-    def targets(self, rows: IntArray) -> Annotations:
-        """Masks ``[n, S, S]``, or boxes ``[n, M, 6]``."""
-        return self._targets[np.asarray(rows) % self._each]
+def random_users(case: Case) -> AlikeUsers:
+    """Random pixels, and masks in blocks or boxes."""
+    rng = stream(0, "bench")
+    images = rng.integers(0, 256, (case.user_images, case.pixels, case.pixels, 3), np.uint8)
+    return AlikeUsers(case.users, images, _boxes(case, rng) if case.is_detection else _masks(case, rng))
 
 
 def _masks(case: Case, rng: np.random.Generator) -> ByteArray:
@@ -127,8 +109,8 @@ def compared(case: Case) -> Sides:
     """The two engines on one case."""
 
     def opened(run: Any) -> Inputs:
-        def split(name: str) -> RandomAnnotations:
-            return RandomAnnotations(case, case.users)
+        def split(name: str) -> AlikeUsers:
+            return random_users(case)
 
         return Inputs(build_model(run.config, case.classes, None, case.task, split), split)
 

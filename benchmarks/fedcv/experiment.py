@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
 from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
 from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.evaluation import autocast_of
 
 C = TypeVar("C", bound=TrainingConfig)
 SHOWN, OF_USERS = 8, 4
@@ -166,7 +166,7 @@ def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[Float32Array, Tenso
     0..1; their targets; and the network's outputs."""
     store, module, device = view.split("test"), model.pytorch_model, get_default_device()
     images, targets = (torch.from_numpy(part).to(device) for part in store.read(_shown_rows(store)))
-    with model.amp_context or contextlib.nullcontext():
+    with autocast_of(model):
         outputs, truth = module.outputs(images, targets)
     pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
     return pixels.cpu().numpy(), truth, outputs.float()

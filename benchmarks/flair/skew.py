@@ -85,7 +85,7 @@ def dealt_owners(sizes: IntArray, seed: int) -> dict[str, IntArray]:
 
 
 def emd_of_users(
-    file: DataFile, split: str, *, image_size: int, threads: int = 2, seed: int = 0, label: str | None = None
+    file: DataFile, split: str, *, image_size: int, threads: int = 2, label: str | None = None
 ) -> EmdCurves:
     """Figure 2, right: on the images with one coarse label, the commonest unless named.
 
@@ -106,7 +106,7 @@ def emd_of_users(
         raise ValueError(f"no image of the split {split} has the label {label!r}")
     _, sizes = np.unique(index.user_index[rows], return_counts=True)
     order = np.argsort(index.user_index[rows], kind="stable")
-    rows, owners = rows[order], dealt_owners(sizes.astype(np.int64), seed)
+    rows, owners = rows[order], dealt_owners(sizes.astype(np.int64), 0)
     sums = {name: np.zeros((len(sizes), 3, LEVELS), np.float32) for name in owners}
     batches = [np.arange(i, min(i + BATCH, len(rows))) for i in range(0, len(rows), BATCH)]
 

@@ -48,7 +48,7 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     run = dataclasses.replace(
         experiment.run, runtime=dataclasses.replace(experiment.run.runtime, engine="stock")
     )
-    RunDirectory(run, directory, file.fingerprint, file.content_sha256)  # refuses other data
+    RunDirectory(run, directory, file)  # refuses other data
     smoothing, task = config.augment.label_smoothing, experiment.task_of(config, len(model.classes))
     task = task.smoothed(smoothing) if smoothing else task
     module = network_of(model.record, task, len(model.classes), config.model)

@@ -121,7 +121,7 @@ def prepare(run: AnyRun, data: Path, folder: Path, ghost: bool = True) -> Calibr
         assert config.privacy is not None
         federated = config.federated
         calibration = calibrated(config.privacy, users.num_users, federated.cohort_size, federated.num_rounds)
-        files = RunDirectory(run, folder / "run", file.fingerprint, file.content_sha256)
+        files = RunDirectory(run, folder / "run", file)
         whole, inputs = module, inputs_of(experiment, module, data)
         files.begin()
         inputs = inputs.standardised(experiment, whole, files)

@@ -33,6 +33,8 @@ LINE_IN = 0.17
 """Width and height of a legend's letters, about."""
 FEW_USERS = 30
 """Below so many users, each is drawn as a point: a density of them would be made up."""
+MOST_CLASSES = 40
+"""So many bars can be read."""
 PRIVATE_PANELS = (
     ("clipping bound", "clipping bound (L2)"),
     ("fraction clipped", "fraction of updates clipped"),
@@ -175,14 +177,13 @@ def per_class_bars(
     paper: Mapping[str, float],
     title: str,
     path: Path,
-    most: int = 40,
 ) -> None:
     """AP of the classes on test, the commonest first, beside the paper's where it gives them.
 
-    Red ticks are each label's share of the images: the AP of guessing. At most ``most`` classes are drawn. A
+    Red ticks are each label's share of the images: the AP of guessing. At most `MOST_CLASSES` are drawn. A
     class without an image in test has no AP, and "none" in its place.
     """
-    order = np.argsort(-np.asarray(prevalence), kind="stable")[:most]
+    order = np.argsort(-np.asarray(prevalence), kind="stable")[:MOST_CLASSES]
     x = np.arange(len(order))
     figure = Figure(figsize=(max(6.4, 0.36 * len(order)), 4.2), layout="constrained")
     axes = figure.subplots()

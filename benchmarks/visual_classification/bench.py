@@ -17,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
+from benchmarks.bench.rounds import STOCK, AlikeUsers, Sides, measure, report_cases
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.visual_classification.config import Run, parse
 from benchmarks.visual_classification.train import VisualClassification
-from dataset.arrays import ByteArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from pfl_ext.randomness import stream
@@ -66,28 +65,10 @@ GPU = [
 SETS = {"cpu": CPU, "gpu": GPU, "all": GPU}
 
 
-class RandomImages:
-    """Random pixels, drawn once and the same for every user, and classes; reading them costs little."""
-
-    def __init__(self, case: Case, pixels: int, users: int) -> None:
-        self._classes, self._each = case.classes, case.user_images
-        shape = (case.user_images, pixels, pixels, 3)
-        self._images = stream(0, "bench").integers(0, 256, shape, np.uint8)
-        self.user_ids = [f"user-{u}" for u in range(users)]
-        self.user_offsets: IntArray = np.arange(users + 1, dtype=np.int64) * case.user_images
-
-    @property
-    def num_images(self) -> int:
-        """N."""
-        return int(self.user_offsets[-1])
-
-    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
-        """Images ``[n, S, S, 3]`` and one-hot ``[n, K]``."""
-        return self._images[np.asarray(rows) % self._each], self.targets(rows)
-
-    def targets(self, rows: IntArray) -> ByteArray:
-        """One-hot ``[n, K]``."""
-        return np.eye(self._classes, dtype=np.uint8)[np.asarray(rows) % self._classes]
+def random_users(case: Case, pixels: int, users: int) -> AlikeUsers:
+    """Random pixels, and a class for each image, one-hot ``[n, K]``."""
+    images = stream(0, "bench").integers(0, 256, (case.user_images, pixels, pixels, 3), np.uint8)
+    return AlikeUsers(users, images, np.eye(case.classes, dtype=np.uint8))
 
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
@@ -110,10 +91,10 @@ class Drawn:
     run: Run
     case: Case
 
-    def split(self, name: str) -> RandomImages:
+    def split(self, name: str) -> AlikeUsers:
         """More users in train than elsewhere."""
         users = self.case.users if name == "train" else 10
-        return RandomImages(self.case, self.run.config.data.image_size, users)
+        return random_users(self.case, self.run.config.data.image_size, users)
 
     def inputs(self) -> Inputs:
         """The random images, and the network of the case's config."""

@@ -232,15 +232,12 @@ def _not_utf8(path: Path) -> int:
     return 1
 
 
-def table_rows(
-    path: Path, needed: Sequence[str], optional: Sequence[str] = ()
-) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV: the number of the line, and the cells of the needed and the optional columns.
+def table_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a CSV: the number of the line, and the cells of the needed columns.
 
     Args:
         path: of the CSV; it is read as a stream.
         needed: columns that it must have.
-        optional: columns that it may have; a missing one gives empty cells.
 
     Raises:
         ValueError: that names file and line, for a column that is missing or there twice, a row of another
@@ -261,12 +258,12 @@ def table_rows(
             raise ValueError(
                 f"{path} has no column {missing[0]!r}; it needs {', '.join(needed)}; it has {has}"
             )
-        places = [header.index(name) if name in header else -1 for name in (*needed, *optional)]
+        places = [header.index(name) for name in needed]
         for row in filter(None, rows):
             if len(row) != len(header):
                 raise ValueError(f"{path}, line {rows.line_num} has {len(row)} cells, not {len(header)}")
             found = True
-            yield rows.line_num, [row[place] if place >= 0 else "" for place in places]
+            yield rows.line_num, [row[place] for place in places]
     except csv.Error as error:
         raise ValueError(f"{path}, line {rows.line_num} is no CSV ({error})") from None
     if not found:

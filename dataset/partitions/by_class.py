@@ -30,24 +30,21 @@ LEAST_IMAGES = 10
 MAX_TRIES = 1000
 
 
-def clients_by_dirichlet(
-    drawing: Drawing, beta: float, rng: Generator, least: int = LEAST_IMAGES
-) -> PartitionIndex:
-    """Deal each class by a Dirichlet distribution over the clients.
+def clients_by_dirichlet(drawing: Drawing, beta: float, rng: Generator) -> PartitionIndex:
+    """Deal each class by a Dirichlet distribution over the clients, `LEAST_IMAGES` or more to each client.
 
     Args:
         drawing: the images' classes and the number of clients.
         beta: the parameter of each client.
         rng: the generator of all draws.
-        least: the least number of images of each client.
 
     Raises:
         ValueError: when beta is not above 0, or no try gives each client enough images.
     """
     clients, num_images = drawing.num_clients, len(drawing.classes)
     check_parameter(beta)
-    if clients * least > num_images:
-        raise ValueError(f"{clients} clients of {least} images cannot be had of {num_images:,} images")
+    if clients * LEAST_IMAGES > num_images:
+        raise ValueError(f"{clients} clients of {LEAST_IMAGES} images cannot be had of {num_images:,} images")
     for _ in range(MAX_TRIES):
         owner = np.empty(num_images, np.int64)
         sizes = np.zeros(clients, np.int64)
@@ -61,11 +58,11 @@ def clients_by_dirichlet(
             owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
             sizes = sizes + np.diff(ends, prepend=0)
         else:
-            if sizes.min() >= least:
+            if sizes.min() >= LEAST_IMAGES:
                 return _of_owners(owner, clients)
     raise ValueError(
-        f"in {MAX_TRIES} tries no Dir({beta:g}) gave each of {clients} clients {least} images: ask for fewer "
-        "clients or a larger parameter"
+        f"in {MAX_TRIES} tries no Dir({beta:g}) gave each of {clients} clients {LEAST_IMAGES} images: ask "
+        "for fewer clients or a larger parameter"
     )
 
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from pfl.hyperparam.base import NNTrainHyperParams
@@ -30,6 +30,7 @@ from pfl_ext.compression.compressor import Compressor
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.devices.config import DevicesConfig
+from pfl_ext.devices.fleet import Traffic as Traffic
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.tuning import Tuner
@@ -228,13 +229,6 @@ class Choice:
     def start(cls, context: RunContext) -> Algorithm[Any]:
         """The algorithm for a run, with the loop that runs its rounds."""
         raise NotImplementedError
-
-
-class Traffic(NamedTuple):
-    """Bytes between the server and each user of a round; updates count with their compressed size."""
-
-    down: int
-    up: int
 
 
 class Algorithm(Choice, ABC, Generic[State]):

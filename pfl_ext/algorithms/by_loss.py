@@ -20,7 +20,6 @@ Letters: n users of a cohort.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -33,6 +32,7 @@ from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
+from pfl_ext.evaluation import autocast_of
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 from pfl_ext.tasks.ranking import Diverged
@@ -130,7 +130,7 @@ class ByLoss(ServerModelAlgorithm):
         module: ImageClassifier = model.pytorch_model
         total, images = 0.0, 0
         for batch in self.context.users.user_dataset(user).once():
-            with torch.no_grad(), model.amp_context or contextlib.nullcontext(), not_noted(model):
+            with torch.no_grad(), autocast_of(model), not_noted(model):
                 total += float(module.loss(*model._prepare_batch(batch))) * len(batch[0])
             images += len(batch[0])
         return (total / images if images else 0.0), float(images)

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from pfl_ext.algorithms.closed_form import ClosedForm, Sums, UserByUser
 from pfl_ext.backend import AddsUsers
-from pfl_ext.data.federated_dataset import FederatedImageDataset, Member, UserImages
+from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.privacy.central import PrivateMean
 
 BLOCK = 1024

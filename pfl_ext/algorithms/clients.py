@@ -23,7 +23,7 @@ from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
-from pfl_ext.data.federated_dataset import UserImages
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import is_private
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse

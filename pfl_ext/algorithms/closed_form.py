@@ -38,7 +38,7 @@ from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic
 from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import Batch, UserImages
+from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import entering
 from pfl_ext.models.memory import refuse_beyond_memory

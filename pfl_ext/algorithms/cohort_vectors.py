@@ -5,7 +5,7 @@ Letters: U users of a run, P numbers of a vector.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -13,11 +13,11 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from torch import Tensor
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.user_vectors import UserVectors
+from pfl_ext.algorithms.user_vectors import RowsOnMain, UserVectors
 from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main
 
 
-class CohortVectors:
+class CohortVectors(RowsOnMain):
     """Every user's vector ``[P]``, in the file of `UserVectors`.
 
     Only worker 0 has the file. With several workers it sends the vectors of a round's users before the round
@@ -85,17 +85,3 @@ class CohortVectors:
                     self._rows.write(user, whole.cpu().numpy())
         if self._rows is not None:
             self._rows.end_round()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, on worker 0; the vectors stay in their file."""
-        return {} if self._rows is None else self._rows.tensors()
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        if self._rows is not None:
-            self._rows.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        if self._rows is not None:
-            self._rows.load(tensors)

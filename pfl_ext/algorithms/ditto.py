@@ -16,9 +16,8 @@ same for both where `federated.options.personal_epochs` is none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import RunContext, register
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personal_steps import InPhases, Phase, Pull
 from pfl_ext.algorithms.personalised import KeptOptions, Personalised
 from pfl_ext.configs import STRICT
@@ -55,16 +53,6 @@ class Ditto(Personalised):
         super().__init__(context)
         self._own = InPhases()
         self._owners = Clients(replace(self.context, engine=None), self._own)
-
-    @classmethod
-    def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All trained variables, since a user keeps a whole model."""
-        return trained_names(module)
-
-    @classmethod
-    def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All trained variables."""
-        return trained_names(module)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
         """FedAvg's update of w, then the steps of v_i."""

@@ -45,7 +45,7 @@ from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
 from pfl_ext.devices.arrivals import ServerStep, server_steps
 from pfl_ext.devices.config import DevicesConfig
-from pfl_ext.devices.fleet import Fleet, Sent
+from pfl_ext.devices.fleet import Fleet, Traffic
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import Refusals
 
@@ -95,7 +95,7 @@ class FedBuff(Algorithm[Buffered]):
         super().__init__(context)
         assert context.devices is not None
         users, options, size = context.users, context.options, trained_bytes(context.module)
-        self.clients, self.sent = Clients(context), Sent(size, size)
+        self.clients, self.sent = Clients(context), Traffic(size, size)
         fleet = Fleet(context.devices, users.partition.user_ids, context.seed)
         passes = users.sampling.image_passes(users.sizes)
         self.steps: list[ServerStep] = server_steps(

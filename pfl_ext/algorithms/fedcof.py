@@ -30,7 +30,7 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.closed_form import FLOAT, ClosedForm, HeadOptions, Sums, solved
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import UserImages
+from pfl_ext.data.user_images import UserImages
 
 PAIRS = ("means", "counts", "classes", "users")
 """Names of the state's tensors. The first is ``[P, D]``, the others are ``[P]``."""

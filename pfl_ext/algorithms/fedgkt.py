@@ -57,7 +57,7 @@ from pfl_ext.algorithms.clients import Weights
 from pfl_ext.algorithms.distillation import divergence, pooled, shapes_of
 from pfl_ext.algorithms.split import UNREAD_IN_RUNTIME, Wire
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import UserImages
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.parts import parts_of

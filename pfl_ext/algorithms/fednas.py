@@ -51,7 +51,7 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import Batch, UserImages
+from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.models.darts import SearchNetwork
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted

@@ -6,7 +6,6 @@ A cohort is trained by pfl's loop, one user after another (`OnPfl.train_one_user
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -37,10 +36,10 @@ from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.algorithms.spooled import LEFT_OUT
 from pfl_ext.backend import cohort_line
-from pfl_ext.devices.fleet import Sent
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
+from pfl_ext.evaluation import autocast_of
 from pfl_ext.events import no_running_loop
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import NoisyMean, PrivateMean
@@ -80,7 +79,7 @@ def _gradient(model: PyTorchModel, batches: Iterable[Any], num_images: int) -> d
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in batches:
         ready = model._prepare_batch(batch)
-        with model.amp_context or contextlib.nullcontext(), not_noted(model):
+        with autocast_of(model), not_noted(model):
             loss = model.pytorch_model.loss(*ready)
         found = torch.autograd.grad(loss, list(parameters.values()))
         for name, gradient in zip(total, found):
@@ -241,7 +240,7 @@ class PflLoop(ServerModelAlgorithm):
                 context.users.partition.user_ids,
                 cohort_size=context.cohort_size,
                 seed=context.seed,
-                sent=Sent(*self._algorithm.bytes(context.model)),
+                sent=self._algorithm.bytes(context.model),
             )
 
     @property

@@ -5,7 +5,6 @@ Letters: U users, M images that are scored.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.per_user import spread, user_split
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition
-from pfl_ext.evaluation import LOSS, SCORES
+from pfl_ext.evaluation import LOSS, SCORES, autocast_of
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import current
 
@@ -100,7 +99,7 @@ class Scores:
             part = slice(first, first + self._batch)
             pixels, targets = images[part], annotations[part]
             batch = torch.from_numpy(pixels).to(device), task.collate(targets).to(device)
-            with self._model.amp_context or contextlib.nullcontext():
+            with autocast_of(self._model):
                 outputs, compared = self._module.outputs(*batch)
             scored.append(task.scored(outputs.float().cpu(), compared.cpu()))
         losses, predictions = zip(*scored)

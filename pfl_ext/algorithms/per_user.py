@@ -21,9 +21,10 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, MetricValue, StringMetricName
 
 from dataset.arrays import ByteArray, FloatArray, IntArray
-from pfl_ext.data.federated_dataset import Annotations, ImageStore, UserImages
+from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first
+from pfl_ext.data.user_images import Annotations, UserImages
 from pfl_ext.engine.training import PerVariableClippedSGD
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
@@ -61,7 +62,7 @@ def quantiles(values: FloatArray) -> dict[str, float]:
     return {"n": len(known), "mean": float(known.mean()), **places}
 
 
-def spread(values: FloatArray, sizes: IntArray | None = None, shares: bool = False) -> dict[str, float]:
+def spread(values: FloatArray, sizes: IntArray, shares: bool = False) -> dict[str, float]:
     """How a column varies over users. Each user counts once, however many images it has.
 
     Scores on few images vary by chance. If a user's images are right with probability p, the share a of n
@@ -74,14 +75,14 @@ def spread(values: FloatArray, sizes: IntArray | None = None, shares: bool = Fal
 
     Args:
         values: ``[U]``; NaN for a user without a score, who is left out.
-        sizes: ``[U]``, the number of images behind each value; None: not known.
+        sizes: ``[U]``, the number of images behind each value.
         shares: whether each value is the share, in percent, of the user's images that were right.
 
     Returns:
         ``n``, the number of users that count; nothing else if it is 0. ``mean`` and ``std`` (of these users,
         not of a population). ``lowest decile`` and ``highest decile``: the means over the tenth of the users,
-        rounded up, with the lowest and the highest values. With sizes, ``least images``, the smallest of
-        them. With shares, ``variance without noise`` in squared percent, if two users have two images each.
+        rounded up, with the lowest and the highest values. ``least images``, the smallest of their sizes.
+        With shares, ``variance without noise`` in squared percent, if two users have two images each.
     """
     counted = ~np.isnan(values)
     known = np.sort(values[counted])
@@ -94,13 +95,12 @@ def spread(values: FloatArray, sizes: IntArray | None = None, shares: bool = Fal
         "lowest decile": known[:tenth].mean(),
         "highest decile": known[-tenth:].mean(),
     }
-    if sizes is not None and shares and (several := counted & (sizes > 1)).sum() > 1:
+    if shares and (several := counted & (sizes > 1)).sum() > 1:
         a, n = values[several], sizes[several]
         noise = (a * (100 - a) / (n - 1)).mean()
         found["variance without noise"] = a.var() - (1 - 1 / len(a)) * noise
     rounded = {name: round(float(value), 4) for name, value in found.items()}
-    least = {} if sizes is None else {"least images": int(sizes[counted].min())}
-    return {"n": len(known), **rounded, **least}
+    return {"n": len(known), **rounded, "least images": int(sizes[counted].min())}
 
 
 def spreads_by_group(
@@ -108,7 +108,6 @@ def spreads_by_group(
     trained: Collection[str],
     sizes: IntArray,
     columns: Mapping[str, FloatArray],
-    shares: Collection[str] = (),
 ) -> dict[str, Any]:
     """`spread` over users with training images (``seen``) and over others (``new``), for ``results.json``.
 
@@ -117,7 +116,6 @@ def spreads_by_group(
         trained: ids of the users with training images.
         sizes: ``[U]``, the number of images on which each user is scored.
         columns: the model's scores by column, each ``[U]``.
-        shares: names of the columns that are shares of images.
 
     Returns:
         For each group ``users``, ``images``, ``least images``, and the `spread` of each column under
@@ -127,9 +125,7 @@ def spreads_by_group(
     for group, members in (("seen", seen), ("new", ~seen)):
         if members.any():
             own = sizes[members]
-            of_users = {
-                name: spread(values[members], own, name in shares) for name, values in columns.items()
-            }
+            of_users = {name: spread(values[members], own) for name, values in columns.items()}
             found[group] = {
                 "users": int(members.sum()),
                 "images": int(own.sum()),

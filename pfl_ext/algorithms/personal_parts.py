@@ -5,7 +5,6 @@ Letters: U users of a run, n users of a cohort, P numbers that a user keeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.flat_variables import FlatVariables
-from pfl_ext.algorithms.user_vectors import UserVectors
+from pfl_ext.algorithms.user_vectors import RowsOnMain, UserVectors
 from pfl_ext.models.trained import new_part, of_norms
 from pfl_ext.workers.distributed import is_main, tensors_from_main
 
@@ -71,12 +70,11 @@ def personal_names(module: nn.Module, personal: str | None) -> list[str]:
     return [name for name in names if name in chosen]
 
 
-class UserParts:
-    """The users' vectors ``[P]``, kept from one round to the next in the file of `UserVectors`.
+class UserParts(RowsOnMain):
+    """The users' vectors ``[P]``, kept from one round to the next.
 
-    Only worker 0 has the file. It sends the vectors that a round needs to all workers and gets the changed
-    ones back, so a run can continue with another number of workers. A user who never took part has no row in
-    the file.
+    Worker 0 sends the vectors that a round needs to all workers and gets the changed ones back, so a run can
+    continue with another number of workers. A user who never took part has no row in the file.
 
     Args:
         num_users: U.
@@ -112,17 +110,3 @@ class UserParts:
         for user, vector in zip(users.tolist(), vectors.cpu().numpy()):
             self._rows.write(user, vector)
         self._rows.end_round()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint, on worker 0; the vectors themselves stay in their file."""
-        return {} if self._rows is None else self._rows.tensors()
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        if self._rows is not None:
-            self._rows.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        if self._rows is not None:
-            self._rows.load(tensors)

@@ -18,7 +18,8 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.data.federated_dataset import Batch, UserImages
+from pfl_ext.data.user_images import Batch, UserImages
+from pfl_ext.evaluation import autocast_of
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 
 
@@ -63,7 +64,7 @@ class Descent:
     def step(self, batch: Batch, noted: bool = True) -> None:
         """Make one step on a batch; ``noted``: whether its loss counts in the round's training loss."""
         ready, aside = self._model._prepare_batch(batch), contextlib.nullcontext()
-        with self._model.amp_context or contextlib.nullcontext(), aside if noted else not_noted(self._model):
+        with autocast_of(self._model), aside if noted else not_noted(self._model):
             loss = self._model.pytorch_model.loss(*ready)
         variables = list(self._variables.values())
         for parameter, gradient in zip(variables, torch.autograd.grad(loss, variables, allow_unused=True)):

@@ -90,14 +90,14 @@ class Personalised(ServerModelAlgorithm):
         self.seen = torch.zeros(context.users.num_users, dtype=torch.bool)
 
     @classmethod
-    @abstractmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """Names of the variables that v_i holds. Raises ValueError when there are none."""
+        """Names of the variables that v_i holds, here all that are trained. May raise ValueError."""
+        return trained_names(module)
 
     @classmethod
-    @abstractmethod
     def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """Names of the variables whose updates are sent."""
+        """Names of the variables whose updates are sent, here all that are trained."""
+        return trained_names(module)
 
     @abstractmethod
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:

@@ -24,8 +24,7 @@ The engine does not know these steps, so pfl's loop over users makes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pfl.context import CentralContext
@@ -39,11 +38,10 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personal_steps import Descent, Pull
 from pfl_ext.algorithms.personalised import KeptOptions, Personalised
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import UserImages
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 
@@ -82,16 +80,6 @@ class PFedMe(Personalised):
         super().check(setup)
         if setup.has_head_rate:
             raise ValueError("pfedme moves all of w_i at one rate: set local.head_rate_factor to 1")
-
-    @classmethod
-    def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All trained variables, since a user keeps a whole model."""
-        return trained_names(module)
-
-    @classmethod
-    def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All trained variables."""
-        return trained_names(module)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
         """``w_i - w`` and theta_i. ``kept`` is not read."""

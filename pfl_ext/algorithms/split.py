@@ -37,7 +37,8 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import Batch, Member, UserImages
+from pfl_ext.data.federated_dataset import Member
+from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.models.dropout import dropping
 from pfl_ext.models.parts import Part, parts_of
 from pfl_ext.randomness import stream

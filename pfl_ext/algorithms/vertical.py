@@ -30,7 +30,7 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire
-from pfl_ext.data.federated_dataset import Batch
+from pfl_ext.data.user_images import Batch
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.parties import PartyNetworks, total_of
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals

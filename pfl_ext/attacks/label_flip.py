@@ -11,7 +11,8 @@ import numpy as np
 
 from dataset.arrays import BoolArray, IntArray
 from pfl_ext.attacks.attack import Attack, register
-from pfl_ext.data.federated_dataset import Annotations, ImageStore
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.user_images import Annotations
 
 
 class FlippedLabels:

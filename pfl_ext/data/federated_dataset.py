@@ -25,10 +25,7 @@ from pfl_ext.data.augmented_views import AugmentedViews
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first, predicted_costs
 from pfl_ext.data.transforms import CROP_COLUMNS
-from pfl_ext.data.user_images import Annotations as Annotations
-from pfl_ext.data.user_images import Batch as Batch
-from pfl_ext.data.user_images import Collate as Collate
-from pfl_ext.data.user_images import UserImages as UserImages
+from pfl_ext.data.user_images import Annotations, Batch, Collate, UserImages
 from pfl_ext.devices.turnout import Turnout, Turnouts
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream

@@ -27,8 +27,8 @@ PASSES = 3
 """Cost of a training step, in forward passes."""
 
 
-class Sent(NamedTuple):
-    """Bytes between the server and a user of a round."""
+class Traffic(NamedTuple):
+    """Bytes between the server and each user of a round; updates count with their compressed size."""
 
     down: int
     up: int
@@ -68,7 +68,7 @@ class Fleet:
                 draws = stream(seed, "device speeds").standard_normal((len(user_ids), 3))
                 self.speeds = self.speeds * np.exp(config.sigma * draws)
 
-    def seconds(self, users: IntArray, images: IntArray, sent: Sent) -> FloatArray:
+    def seconds(self, users: IntArray, images: IntArray, sent: Traffic) -> FloatArray:
         """``[n]`` virtual seconds of these users, who train on ``images`` images each; 0 without a clock."""
         if self.speeds is None:
             return np.zeros(len(users))

@@ -42,7 +42,7 @@ import numpy as np
 
 from dataset.arrays import BoolArray, FloatArray, IntArray
 from pfl_ext.devices.config import DevicesConfig
-from pfl_ext.devices.fleet import Fleet, Sent
+from pfl_ext.devices.fleet import Fleet, Traffic
 from pfl_ext.devices.traces import Availability, sha256_of
 from pfl_ext.randomness import stream
 
@@ -133,7 +133,7 @@ class Turnouts:
         *,
         cohort_size: int,
         seed: int,
-        sent: Sent,
+        sent: Traffic,
     ) -> None:
         self._config, self._users, self._seed, self.sent = config, users, seed, sent
         ids = list(user_ids)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from dataset.files import write_json
+from pfl_ext.engine.cpu.build import cache_folder
 
 PATHS = ("CUDA graphs on several streams", "no CUDA graphs", "one stream", "torch's own layers")
 """From fast to slow. Each path also avoids what the paths before it avoid."""
@@ -93,7 +94,7 @@ class SelfCheck:
         seconds: float = SECONDS,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._folder, self._kept, self._seconds, self._end = folder, kept or kept_in(), seconds, end
+        self._folder, self._kept, self._seconds, self._end = folder, kept or cache_folder(), seconds, end
         self._private = private
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: nothing was checked."""
@@ -270,11 +271,6 @@ def is_alive(attempt: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return True
-
-
-def kept_in() -> Path:
-    """The folder in which results are kept for later runs of this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
 
 
 def read_kept(place: Path) -> dict[str, Any]:

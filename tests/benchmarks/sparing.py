@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
 from benchmarks.core import execute
 from benchmarks.core.code_version import commit
 from benchmarks.reporting import pictures, plots
+from dataset.cli import run
 from dataset.store.probe import probe
 
 PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars")
@@ -48,3 +49,12 @@ def sparingly(draw: bool = False) -> Iterator[None]:
                 spared = mock.create_autospec(getattr(module, name))
                 stack.enter_context(mock.patch.object(module, name, spared))
         yield
+
+
+def run_into(
+    main: Callable[[Sequence[str]], None], directory: Path, *argv: str, code: int = 0, draw: bool = False
+) -> Path:
+    """Run a training command, which must end with this code, `sparingly`; the run directory."""
+    with sparingly(draw):
+        assert run(main, [f"--run_dir={directory}", *argv]) == code
+    return directory

@@ -9,7 +9,8 @@ from benchmarks.core.config.trees import Tree
 from pfl_ext.engine.cpu.choice import chosen
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.moved import DRAWS, Scored, assert_as_near_as_rounding, inexact, watched
-from tests.benchmarks.test_train import compiled_kernels, results
+from tests.benchmarks.run_files import results
+from tests.benchmarks.test_train import compiled_kernels
 from tests.pfl_ext.engine.cpu.roundings import BFLOAT16, half_rounding, rounding
 
 

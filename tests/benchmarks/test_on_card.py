@@ -7,7 +7,7 @@ import pytest
 from benchmarks.core.config.trees import Tree
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.moved import DRAWS, Scored, assert_as_near_as_rounding, inexact, watched
-from tests.benchmarks.test_train import results
+from tests.benchmarks.run_files import results
 from tests.card import any_card
 
 SMALL_NET = "shufflenet_v2_x0_5 --model.groups=4"

@@ -16,7 +16,6 @@ import torch
 import torchvision
 import yaml
 
-from benchmarks.core import recorder
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.train import main
 from dataset.cli import run
@@ -26,21 +25,12 @@ from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.tasks.multi_label_scores import COLUMNS
-from tests.benchmarks.conftest import RESNET18, SMALL, Train
+from tests.benchmarks.conftest import RESNET18, SMALL, Refused, Train, killed_at
 from tests.benchmarks.moved import LUCK, Scored, inexact, watched
+from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
 
 MODEL = "model.safetensors"
 GOLDEN = Path(__file__).parent / "golden_fl.json"
-
-
-def results(directory: Path) -> Tree:
-    return dict(json.loads((directory / "results.json").read_text()))
-
-
-def lines(directory: Path) -> list[Tree]:
-    """``metrics.jsonl`` without the times."""
-    read = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in read]
 
 
 def compiled_kernels() -> CpuKernels | None:
@@ -48,20 +38,6 @@ def compiled_kernels() -> CpuKernels | None:
         return checked()
     except Unavailable:
         return None
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines on stderr, but for the one that a run prints where there is no compiler."""
-    written = capsys.readouterr().err.splitlines()
-    return [line for line in written if line and not line.startswith("convolutions are torch's own")]
-
-
-def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a mistake leaves on stderr."""
-    written = said(capsys)
-    assert len(written) == 1, written
-    assert written[0].startswith("error: ")
-    return written[0]
 
 
 def test_a_federated_run_leaves_what_the_contract_says(
@@ -100,7 +76,7 @@ def test_the_saved_model_is_the_one_that_scored_best(train: Train) -> None:
     got = results(directory)
     assert scored[got["best_step"]] == max(scored.values())
     assert got["val"]["C-AP"] == pytest.approx(max(scored.values()), abs=1e-5)
-    last, _ = load(directory / "checkpoint" / "last.safetensors")
+    last = last_checkpoint(directory)
     saved, _ = load(directory / "model.safetensors")
     if got["best_step"] < got["rounds"]:  # the last checkpoint was written before the last scoring
         assert all(torch.equal(last[f"best/{name}"], saved[name]) for name in saved)
@@ -179,23 +155,13 @@ DROPPING = "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6"
     "config",
     [f"fl-r-17 {DROPPING}", f"c-r-17 {DROPPING}", "fl-r-17 --federated.algorithm=scaffold"],
 )
-def test_killed_and_resumed_equals_uninterrupted(
-    config: str, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_and_resumed_equals_uninterrupted(config: str, train: Train) -> None:
     """Predecessors 10 and 11: cohorts replayed, the model of one round taken for another's."""
     extra = [*f"--config={config}".split(), "--runtime.checkpoint_every=2"]
     extra += ["--centralised.num_epochs=3"] if config.startswith("c-") else []
     whole = train(*extra, name="whole")
-    real = recorder.Recorder.step_done
-
-    def die(self: Any, step: int, *rest: Any) -> None:
-        real(self, step, *rest)
-        if step == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(recorder.Recorder, "step_done", die)
-    train(*extra, name="cut", code=130)
-    monkeypatch.setattr(recorder.Recorder, "step_done", real)
+    with killed_at(2, recorded=True):
+        train(*extra, name="cut", code=130)
     cut = train(*extra, name="cut")
     assert lines(cut) == lines(whole)
     assert results(cut)["model_sha256"] == results(whole)["model_sha256"]
@@ -204,7 +170,11 @@ def test_killed_and_resumed_equals_uninterrupted(
 
 @pytest.mark.parametrize("engine", ["fast", "stock"])
 def test_scaffold_killed_between_its_state_and_the_checkpoint_goes_on_from_the_one_before(
-    engine: str, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: str,
+    train: Train,
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All users in every round, so that every row has changed since the checkpoint that counts."""
     extra = (
@@ -228,9 +198,7 @@ def test_scaffold_killed_between_its_state_and_the_checkpoint_goes_on_from_the_o
     assert results(cut)["model_sha256"] == results(whole)["model_sha256"]
     (cut / "results.json").unlink()
     (cut / "checkpoint" / "control_variates.f32").write_bytes(b"")
-    capsys.readouterr()
-    train(*extra, name="cut", code=2)
-    assert "control_variates.f32 is not the one that the checkpoint was written with" in error_line(capsys)
+    refused("control_variates.f32 is not the one that the checkpoint was written with", *extra, name="cut")
 
 
 def test_how_a_run_is_carried_out_does_not_change_it(train: Train) -> None:
@@ -279,7 +247,7 @@ def test_fedprox_holds_users_closer(train: Train) -> None:
     start, _ = load(train("--federated.num_rounds=1", "--server.learning_rate=1e-12", name="start") / MODEL)
 
     def distance(directory: Path) -> float:
-        last, _ = load(directory / "checkpoint" / "last.safetensors")
+        last = last_checkpoint(directory)
         return math.sqrt(sum(float((last[f"model/{name}"] - start[name]).square().sum()) for name in start))
 
     assert distance(held) < 0.7 * distance(free)
@@ -323,13 +291,10 @@ def test_a_finished_run_is_shown_again_and_not_repeated(
     assert "test, best model" in shown
 
 
-def test_another_config_may_not_take_over_a_run(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) -> None:
     train()
-    capsys.readouterr()
-    train("--local.learning_rate=0.07", "--seed=5", code=2)
-    assert "local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5" in error_line(capsys)
-    train("--resume=never", code=2)
-    assert "already holds a run" in error_line(capsys)
+    refused("local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5", "--local.learning_rate=0.07", "--seed=5")
+    refused("already holds a run", "--resume=never")
 
 
 @pytest.mark.parametrize(
@@ -353,11 +318,8 @@ def test_another_config_may_not_take_over_a_run(train: Train, capsys: pytest.Cap
     ],
     ids=lambda value: value[-1].removeprefix("--") if isinstance(value, list) else "",
 )  # fmt: skip
-def test_a_mistake_ends_in_one_line_and_code_2(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*argv, code=2)
-    assert message in error_line(capsys)
+def test_a_mistake_ends_in_one_line_and_code_2(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, *argv)
 
 
 def test_a_truncated_file_is_refused(

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from dataset.cli import run
@@ -23,7 +22,7 @@ from dataset.flair.sources import local
 from dataset.preprocess import Options, preprocess
 from dataset.store.native import Storage
 from tests.campaigns.lives import After, At, live
-from tests.dataset.drawn import records, write_archives, write_files, write_parquet
+from tests.dataset.drawn import content_hash, records, write_archives, write_files, write_parquet
 
 KINDS: dict[str, tuple[str, Storage]] = {
     "parquet": ("parquet", "jpeg"),
@@ -47,12 +46,6 @@ PLACES = (
 )
 
 
-def content(path: Path) -> str:
-    """The file's hash of its content."""
-    with h5py.File(path) as file:
-        return str(file.attrs["content_sha256"])
-
-
 class Campaign:
     """Kills of the preprocessing of one kind of source, in one folder."""
 
@@ -68,7 +61,7 @@ class Campaign:
         started = time.monotonic()
         assert self._live("whole", None) == 0, self._log.read_text()
         self._seconds = time.monotonic() - started
-        self._whole = content(self._folder / "whole")
+        self._whole = content_hash(self._folder / "whole")
 
     def _live(self, name: str, death: After | At | None) -> int | None:
         def work() -> int:
@@ -99,7 +92,7 @@ class Campaign:
                 code = 0 if finished else self._live(name, death)
                 if code is None:
                     deaths[str(death)] += 1
-            if code != 0 or content(self._folder / name) != self._whole:
+            if code != 0 or content_hash(self._folder / name) != self._whole:
                 raise RuntimeError(f"{name} ended with {code}: {self._log.read_text()[-2000:]}")
             files += 1
         left = {path.name for path in self._folder.iterdir() if not path.name.startswith("file")} - {"whole"}

@@ -26,7 +26,6 @@ from benchmarks.flair.report import main as report
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.space import SWEEPS, read_sweep
 from benchmarks.visual_classification.config import VISION
-from dataset.arrays import ByteArray
 from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.flair.download_preprocess import read_vocabulary
@@ -46,6 +45,7 @@ from tests.campaigns.target import Target
 from tests.dataset.drawn import (
     add_member,
     jpeg,
+    png,
     records,
     write_files,
     write_metadata,
@@ -201,7 +201,7 @@ def _cifar_targets(folder: Path) -> list[Target]:
     csv = ("user_id,image_id,class\n" + listed).encode()
     (binary / "federated_train_alpha_1.00.csv").write_bytes(csv)
     for name, start in (("train", 0), ("test", len(known))):
-        images = [_png(one) for one in pixels[start : start + len(known)]]
+        images = [png(one) for one in pixels[start : start + len(known)]]
         labels = known if name == "train" else classes[start:]
         table = pa.table({"img": [{"bytes": one} for one in images], "label": labels})
         pq.write_table(table, parquet / f"{name}-0.parquet")
@@ -220,12 +220,6 @@ def _cifar_targets(folder: Path) -> list[Target]:
         Target(f"cifar, {kind}", [(place / name).read_bytes()], as_cifar(name, place), text=text)
         for kind, place, name, text in kinds
     ]
-
-
-def _png(pixels: ByteArray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def _run_targets(folder: Path) -> list[Target]:

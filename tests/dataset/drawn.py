@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,30 @@ def draw(number: int, side: int = SIDE) -> ByteArray:
     return np.repeat(
         np.kron(grid, np.ones((side // _CELLS, side // _CELLS), np.uint8))[:, :, None], 3, axis=2
     )
+
+
+def png(pixels: ByteArray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def png_of(header: bytes, data: bytes) -> bytes:
+    """A PNG that Pillow does not write: of this header, and of this data before its compression."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        )
+
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(data)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def content_hash(path: Path) -> str:
+    """The hash of its content that a file holds."""
+    with h5py.File(path) as file:
+        return str(file.attrs["content_sha256"])
 
 
 def jpeg(number: int, side: int = SIDE) -> bytes:

@@ -27,6 +27,7 @@ from dataset.store.writer import DataWriter
 from tests.dataset.drawn import (
     Record,
     assert_paired,
+    content_hash,
     draw,
     jpeg,
     number_in,
@@ -35,7 +36,7 @@ from tests.dataset.drawn import (
     write_files,
     write_parquet,
 )
-from tests.dataset.flair.test_download_preprocess import WRITERS, Folder, content_hash
+from tests.dataset.flair.test_download_preprocess import WRITERS, Folder
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned
 
 BLOCK = 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.fedcv.experiment import by_class, partition_facts, shown
 from dataset.store.annotated_view import AnnotatedView
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.evaluation import SCORES
+from pfl_ext.evaluation import SCORES, autocast_of
 from pfl_ext.workers.distributed import is_main
 
 
@@ -40,7 +39,7 @@ def user_columns(store: ImageStore, model: PyTorchModel) -> list[dict[str, float
         for start in range(first, end, task.scored_together):
             images, masks = store.read(np.arange(start, min(start + task.scored_together, end)))
             batch = torch.from_numpy(images).to(device), task.collate(masks).to(device)
-            with model.amp_context or contextlib.nullcontext():
+            with autocast_of(model):
                 outputs, truth = module.outputs(*batch)
             total = total + task.scored(outputs.float().cpu(), truth.cpu())[1].sum(0, keepdim=True)
         columns.append(task.user_columns(total, None))

@@ -41,7 +41,7 @@ def compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """The folder in which the library is kept.
+    """The folder in which the library and the engine's choices are kept for later runs of this user.
 
     Raises:
         RuntimeError: when there is no home folder.

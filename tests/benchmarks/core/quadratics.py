@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,9 +30,11 @@ from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
 from dataset.arrays import FloatArray
-from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages
+from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
+from pfl_ext.tasks.task import Task
 
 Array = FloatArray
 SIDE, CLASSES = 2, 3
@@ -79,6 +81,18 @@ class Users:
         return self._targets[rows]
 
 
+def classifier(backbone: nn.Module, task: Task | None = None) -> ImageClassifier:
+    """The network on images as they are, with `SquaredError` or another task."""
+    return ImageClassifier(
+        backbone,
+        task=task or SquaredError(),
+        input_size=SIDE,
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+        exact_crops=True,
+    )
+
+
 def module() -> ImageClassifier:
     """The linear map, from weights that are no optimum of anybody's."""
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
@@ -86,9 +100,7 @@ def module() -> ImageClassifier:
         for parameter in backbone.parameters():
             values = torch.linspace(-1.5, 2.0, parameter.numel())
             parameter.copy_(values.view_as(parameter))
-    return ImageClassifier(
-        backbone, task=SquaredError(), input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True
-    )
+    return classifier(backbone)
 
 
 def run_of(tree: Tree, engine: str = "stock") -> AnyRun:
@@ -103,6 +115,9 @@ def vector(model: nn.Module) -> Array:
     return np.concatenate([p.detach().double().numpy().ravel() for p in model.parameters()])
 
 
+T = TypeVar("T", bound=Recorder)
+
+
 class Trace(Recorder):
     """Keeps the model after each round instead of writing lines."""
 
@@ -111,13 +126,18 @@ class Trace(Recorder):
         self.seen = [*getattr(self, "seen", []), vector(model.pytorch_model)]
 
 
-def trajectory(run: AnyRun, directory: Path) -> Array:
-    """``[rounds, P]`` by what production calls."""
+def traced(run: AnyRun, directory: Path, trace: type[T], network: ImageClassifier | None = None) -> T:
+    """What a recorder has seen of a run that production trains, of `module` or of another network."""
     files = RunDirectory(run, directory)
     files.begin()
-    trace = Trace(files)
-    train_federated(run, Users(), Users(), module(), trace)
-    return np.stack(trace.seen)
+    recorder = trace(files)
+    train_federated(run, Users(), Users(), network or module(), recorder)
+    return recorder
+
+
+def trajectory(run: AnyRun, directory: Path, network: ImageClassifier | None = None) -> Array:
+    """``[rounds, P]`` by what production calls."""
+    return np.stack(traced(run, directory, Trace, network).seen)
 
 
 @dataclass

@@ -24,8 +24,8 @@ from dataset.arrays import ByteArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import Annotations
 from pfl_ext.data.transforms import Framing
+from pfl_ext.data.user_images import Annotations
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.task import Task
 

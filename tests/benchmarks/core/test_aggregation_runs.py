@@ -5,7 +5,6 @@ test_aggregation_runs DATA DIRECTORY          trains one, as one of the workers 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,16 @@ import torch
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.config.trees import merge
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
 from pfl_ext.attacks.attack import attackers
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.one_step import train_one_step
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, Array, Direct, run_of, trajectory
-from tests.benchmarks.core.test_compression_runs import LOCAL, PRIVATE, TOP_K, timeless
+from tests.benchmarks.core.test_compression_runs import LOCAL, PRIVATE, TOP_K
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import lines
 from tests.pfl_ext.aggregation.test_rules import brute
 
 RULE, ATTACK = "--aggregation.", "--attack."
@@ -153,26 +147,14 @@ SPOOLED = (f"{RULE}kind=multi_krum", f"{ATTACK}kind=alie", f"{ATTACK}share=0.25"
 @pytest.mark.parametrize("more", [(f"{ATTACK}kind=alie",), (f"{ATTACK}kind=gaussian", *TOP_K)])
 def test_it_is_killed_and_goes_on_bit_for_bit(more: tuple[str, ...], train: Train) -> None:
     argv = (*SPOOLED[:1], *SPOOLED[2:], f"{RULE}options.bucket_size=2", f"{RULE}options.tolerated=0", *more)
-    argv_of_four = (*argv, "--federated.num_rounds=4")
-    whole = train(*argv_of_four, name="whole")
-    with killed_at(2):
-        directory = train(*argv_of_four, code=130)
-    train(*argv_of_four)
-    assert timeless(directory) == timeless(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    whole, directory = killed_and_resumed(train, 2, *argv, "--federated.num_rounds=4")
     names = {path.name for path in (directory / "checkpoint").iterdir()}
     assert names == {path.name for path in (whole / "checkpoint").iterdir()}
 
 
 def test_two_workers_give_what_one_does(mini_file: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *SPOOLED, f"--data_path={mini_file}", "--runtime.engine=fast"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    name = "tests.benchmarks.core.test_aggregation_runs"
-    run(command("torchrun", 2, name, *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     for key, tensor in alone.items():
         torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7)
 
@@ -260,10 +242,9 @@ NEEDS = (
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: Sequence[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+    argv: Sequence[str], message: str, refused: Refused
 ) -> None:
-    train(*argv, code=2)
-    assert message in error_line(capsys)
+    refused(message, *argv)
 
 
 def test_a_private_run_measures_the_bounded_update(train: Train) -> None:
@@ -281,7 +262,3 @@ def test_a_run_without_them_has_the_digest_that_it_had() -> None:
     assert digest(parse([f"{RULE}kind=median"]).config) != digest(plain.config)
     shares = [digest(parse([f"{ATTACK}kind=alie", f"{ATTACK}share={s}"]).config) for s in (0.1, 0.2)]
     assert len({*shares, digest(plain.config)}) == 3
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

@@ -5,7 +5,6 @@ test_by_loss DATA DIRECTORY          trains it, as one of the workers of a launc
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,11 @@ import pytest
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, Array, Batch, Direct, Users, run_of, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import lines, results
 
 
 def tree(name: str, weighting: str = "users", **options: float) -> dict[str, Any]:
@@ -129,14 +123,7 @@ QFFL = ("--federated.algorithm=qffl", "--federated.options.q=0.5")
 def test_it_is_killed_and_goes_on_bit_for_bit(argv: tuple[str, ...], train: Train) -> None:
     argv = (*argv, "--federated.num_rounds=4", "--runtime.checkpoint_every=1", "--server.momentum=0.5")
     argv = (*argv, "--server.optimizer=sgd")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert lines(directory) == lines(whole)
-    for key in ("model_sha256", "val", "test", "last"):
-        assert results(directory)[key] == results(whole)[key]
+    _, directory = killed_and_resumed(train, 2, *argv)
     assert all(line["largest_user_loss"] > 0 for line in lines(directory)[:4])
     traffic = results(directory)["traffic"]
     assert traffic["up"] == traffic["down"] + 4
@@ -161,11 +148,8 @@ def test_it_is_killed_and_goes_on_bit_for_bit(argv: tuple[str, ...], train: Trai
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(QFFL[0], *argv, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, QFFL[0], *argv)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path: Path) -> None:
@@ -179,12 +163,7 @@ def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path: Path) -> No
 
 def test_two_workers_hold_the_same_model_as_one(mini_file: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *QFFL, "--runtime.engine=fast", f"--data_path={mini_file}"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "tests.benchmarks.core.test_by_loss", *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     bound = 1e-5
     for name, tensor in alone.items():
         apart = float((together[name].double() - tensor.double()).norm())
@@ -195,7 +174,3 @@ def test_two_workers_hold_the_same_model_as_one(mini_file: Path, tmp_path: Path)
 
 def test_options_are_part_of_the_config() -> None:
     assert parse([*QFFL]).config.federated.options == {"q": 0.5, "lipschitz": None}
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

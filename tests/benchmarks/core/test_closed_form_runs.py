@@ -9,14 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.test_features import EACH_ROUND
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
-from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
+from tests.benchmarks.run_files import lines, results
 
 HEAD = ("--model.trained=head", "--model.input_size=20", "--augment.flip=none", "--evaluation.best_by=last")
-vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
 
 
 def head(directory: Path) -> torch.Tensor:
@@ -32,11 +29,7 @@ def test_a_killed_run_goes_on_to_the_bit_and_features_give_the_head_of_images(
 ) -> None:
     words = [*HEAD, f"--federated.algorithm={name}"]
     words += ["--federated.options.ridge=100"] if name == "fed3r" else []
-    whole = train(*words, name="whole")
-    with killed_at(2):
-        train(*words, name="killed", code=130)
-    killed = train(*words, name="killed")
-    assert results(killed)["model_sha256"] == results(whole)["model_sha256"]
+    whole, _ = killed_and_resumed(train, 2, *words)
     assert results(whole)["traffic"]["down"] == 0
     assert [line["users"] for line in lines(whole)[:3]] == [4, 4, 4]
     images = train(*words, EACH_ROUND, name="images")
@@ -47,9 +40,7 @@ def test_a_killed_run_goes_on_to_the_bit_and_features_give_the_head_of_images(
     assert float(theirs.norm()) > 0
 
 
-def test_training_goes_on_from_a_head_in_closed_form(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_from_a_head_in_closed_form(train: Train, refused: Refused) -> None:
     words = (*HEAD, "--federated.algorithm=fed3r", "--federated.options.temperature=0.1")
     start = train(*words, name="start")
     more = (
@@ -64,19 +55,13 @@ def test_training_goes_on_from_a_head_in_closed_form(
     assert {name: round(expected[name], 3) for name in first} == {
         name: round(first[name], 3) for name in first
     }
-    capsys.readouterr()
-    train(*more, "--config=pfl-r-17", name="private", code=2)
-    assert "privacy refuses model.keep_head = true" in error_line(capsys)
+    refused("privacy refuses model.keep_head = true", *more, "--config=pfl-r-17", name="private")
 
 
 def test_fedcof_is_killed_and_goes_on(vision: Train) -> None:
     words = [*HEAD, "--federated.algorithm=fedcof", "--federated.num_rounds=3"]
     words += ["--model.arch=lenet", "--runtime.checkpoint_every=1", "--local.learning_rate=0.01"]
-    whole = vision(*words, name="whole")
-    with killed_at(2):
-        vision(*words, name="killed", code=130)
-    killed = vision(*words, name="killed")
-    assert results(killed)["model_sha256"] == results(whole)["model_sha256"]
+    whole, _ = killed_and_resumed(vision, 2, *words)
     assert results(whole)["traffic"]["up"] > 0
 
 
@@ -102,11 +87,7 @@ def test_a_private_head_is_killed_and_goes_on_and_says_what_was_protected(
     name: str, privacy: tuple[str, ...], train: Train
 ) -> None:
     words = [*privacy, *HEAD, *ONCE, f"--federated.algorithm={name}"]
-    whole = train(*words, name="whole")
-    with killed_at(0):
-        train(*words, name="killed", code=130)
-    killed = train(*words, name="killed")
-    assert results(killed)["model_sha256"] == results(whole)["model_sha256"]
+    whole, _ = killed_and_resumed(train, 0, *words)
     line = lines(whole)[0]
     assert line["privacy"]["users"] == line["users"] == 12
     statement = json.loads((whole / "privacy.json").read_text())
@@ -163,7 +144,6 @@ def test_a_private_head_is_killed_and_goes_on_and_says_what_was_protected(
     ],
 )
 def test_what_means_nothing_for_a_closed_form_is_one_line(
-    words: tuple[str, ...], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], message: str, refused: Refused
 ) -> None:
-    train(*HEAD, "--federated.algorithm=fed3r", *words, code=2)
-    assert message in error_line(capsys)
+    refused(message, *HEAD, "--federated.algorithm=fed3r", *words)

@@ -5,7 +5,6 @@ test_compression_runs DATA DIRECTORY          trains one, as one of the workers 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,14 @@ import torch
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.config.trees import merge
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.channel import FILE
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Array, Direct, run_of, trajectory
 from tests.benchmarks.core.worker_runs import ROUNDS, SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import lines, results
 
 KIND, OPTION = "--compression.kind=", "--compression.options."
 TOP_K = (f"{KIND}top_k", f"{OPTION}share=0.25")
@@ -112,20 +106,11 @@ def test_all_of_it_is_plain_training(section: dict[str, Any], algorithm: str, tm
     assert quadratics.distances(found, plain).max() < quadratics.TOLERANCE
 
 
-def timeless(directory: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines(directory)]
-
-
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedper"])
 def test_it_is_killed_and_goes_on_bit_for_bit(algorithm: str, train: Train) -> None:
     size = ("--federated.num_rounds=4", "--federated.cohort_size=8")
     argv = (*TOP_K, f"--federated.algorithm={algorithm}", *size)
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    train(*argv)
-    assert timeless(directory) == timeless(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    whole, directory = killed_and_resumed(train, 2, *argv)
     assert (directory / "checkpoint" / FILE).stat().st_size > 0
     forgetful = train(*argv, f"{OPTION}error_feedback=false", name="forgetful")
     assert results(forgetful)["model_sha256"] != results(whole)["model_sha256"]
@@ -146,7 +131,7 @@ def test_what_a_user_sends_and_keeps_does_not_depend_on_its_weight(train: Train)
 
 
 def test_what_users_keep_is_removed_with_the_checkpoints_and_checked_before_a_run_goes_on(
-    train: Train, capsys: pytest.CaptureFixture[str]
+    train: Train, refused: Refused
 ) -> None:
     argv = (*TOP_K, "--federated.num_rounds=3")
     with killed_at(2):
@@ -154,9 +139,7 @@ def test_what_users_keep_is_removed_with_the_checkpoints_and_checked_before_a_ru
     file = directory / "checkpoint" / FILE
     content = file.read_bytes()
     file.write_bytes(bytes(len(content)))
-    capsys.readouterr()
-    train(*argv, code=2)
-    assert f"{FILE} is not the one that the checkpoint was written with" in error_line(capsys)
+    refused(f"{FILE} is not the one that the checkpoint was written with", *argv)
     file.write_bytes(content)
     train(*argv, "--runtime.keep_checkpoints=false")
     assert not file.exists()
@@ -232,10 +215,9 @@ LOCAL = ("--federated.weighting=users", "--local_privacy.epsilon=4")
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: Sequence[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+    argv: Sequence[str], message: str, refused: Refused
 ) -> None:
-    train(*argv, code=2)
-    assert message in error_line(capsys)
+    refused(message, *argv)
 
 
 def test_a_centralised_run_has_no_updates() -> None:
@@ -255,13 +237,7 @@ def test_two_workers_keep_and_send_what_one_does(cohort: int, mini_file: Path, t
     """With a cohort of one user, one of them has nobody to train."""
     argv = [*SMALL, *TOP_K, f"--data_path={mini_file}", f"--federated.cohort_size={cohort}"]
     argv.append("--runtime.engine=fast")
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    name = "tests.benchmarks.core.test_compression_runs"
-    run(command("torchrun", 2, name, *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     assert [line["users"] for line in lines(tmp_path / "2")[:-1]] == [cohort] * ROUNDS
     assert (alone["compression/rows"] >= 0).sum() > cohort
     for key, tensor in alone.items():
@@ -280,7 +256,3 @@ def kept(directory: Path, tensors: dict[str, torch.Tensor]) -> Any:
     length = sum(t.numel() for name, t in tensors.items() if name.startswith("model/backbone"))
     table = np.fromfile(directory / "checkpoint" / FILE, "<f4").reshape(-1, length)
     return table[rows[rows >= 0]]
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

@@ -23,10 +23,9 @@ from pfl_ext.algorithms import feddyn, scaffold
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.workers.distributed import connected
 from tests.benchmarks.conftest import Train, killed_at
-from tests.benchmarks.core.test_personal_runs import timeless
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import error_line, lines, results, timeless
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 FEDDYN = ("--federated.algorithm=feddyn", "--federated.options.alpha=0.1")

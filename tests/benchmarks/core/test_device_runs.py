@@ -21,16 +21,16 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
 from pfl_ext import checkpoint
 from pfl_ext.data.federated_dataset import FederatedImageDataset
-from pfl_ext.devices.fleet import Sent
+from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, Direct, run_of, trajectory
 from tests.benchmarks.core.test_privacy_matrix import BOUND, CENTRAL, moved
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import last_checkpoint, lines, results, timeless
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 SPEEDS = {
@@ -69,7 +69,7 @@ class OnDevices(Direct):
         assert config.devices is not None
         if data.turnouts is None:
             factor = 2 if config.federated.algorithm == "scaffold" else 1
-            sent = Sent(factor * NUMBERS, factor * NUMBERS + 4 * (config.federated.algorithm == "fednova"))
+            sent = Traffic(factor * NUMBERS, factor * NUMBERS + 4 * (config.federated.algorithm == "fednova"))
             size, ids = config.federated.cohort_size, data.partition.user_ids
             data.turnouts = Turnouts(config.devices, data, ids, cohort_size=size, seed=config.seed, sent=sent)
         if not len(data.cohort(config.federated.cohort_size)):
@@ -119,10 +119,6 @@ CLASSES_OF_RUN = (
 LATE = (*CLASSES_OF_RUN, "--devices.deadline_s=2.5", "--devices.late=partial", "--devices.drop_out=0.3")
 
 
-def timeless(directory: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if "seconds" not in k or "virt" in k} for line in lines(directory)]
-
-
 @pytest.mark.parametrize("engine", ["stock", "fast"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fednova"])
 def test_devices_that_always_report_are_a_plain_run_bit_for_bit(
@@ -131,7 +127,7 @@ def test_devices_that_always_report_are_a_plain_run_bit_for_bit(
     argv = (f"--runtime.engine={engine}", f"--federated.algorithm={algorithm}")
     plain = train(*argv, name="plain")
     devices = train(*argv, *CLASSES_OF_RUN, name="devices")
-    ours, theirs = (checkpoint.load(d / "checkpoint" / "last.safetensors")[0] for d in (devices, plain))
+    ours, theirs = (last_checkpoint(d) for d in (devices, plain))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     more = {"selected", "reported", "lost", "late", "bytes_down", "bytes_up", "virtual_seconds"}
     for line, plain_line in zip(timeless(devices)[:-1], timeless(plain)[:-1]):
@@ -144,13 +140,7 @@ def test_devices_that_always_report_are_a_plain_run_bit_for_bit(
 
 def test_it_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
     argv = (*LATE, "--federated.algorithm=scaffold", "--federated.num_rounds=4")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert timeless(directory) == timeless(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    whole, _ = killed_and_resumed(train, 2, *argv)
     seconds = [line["virtual_seconds"] for line in lines(whole) if "virtual_seconds" in line]
     assert seconds == sorted(set(seconds)), "the clock goes on"
     assert all(line["users"] == line["reported"] for line in lines(whole)[:-1])
@@ -223,10 +213,7 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
     main(mini_file, tmp_path / "1")
     run(command("torchrun", 2, "tests.benchmarks.core.test_device_runs", str(mini_file), str(tmp_path / "2")))
     for name in WORKERS:
-        alone, together = (
-            checkpoint.load(tmp_path / workers / name / "checkpoint" / "last.safetensors")[0]
-            for workers in ("1", "2")
-        )
+        alone, together = (last_checkpoint(tmp_path / workers / name) for workers in ("1", "2"))
         for key, tensor in alone.items():
             torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7, msg=f"{name} {key}")
         ours, theirs = (lines(tmp_path / workers / name) for workers in ("1", "2"))
@@ -269,11 +256,8 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("argv, message", REFUSED)
-def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*argv, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, *argv)
 
 
 def test_files_of_speeds_are_in_the_config_by_their_hash(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.core import disk
 from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core.test_faults import LONG, USER_STATES
-from tests.benchmarks.test_train import error_line
+from tests.benchmarks.run_files import error_line
 
 MODEL = 4 * (6 * 75 + 6 + 16 * 150 + 16 + 120 * 16 + 120 + 84 * 120 + 84 + 17 * 84 + 17)
 """Bytes of the weights of lenet."""

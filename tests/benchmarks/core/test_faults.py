@@ -25,8 +25,8 @@ from benchmarks.core.run_directory import RunDirectory
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.on_pfl import PflLoop
-from tests.benchmarks.conftest import SMALL, TINY, Train, train_into
-from tests.benchmarks.test_train import error_line, lines, results, said
+from tests.benchmarks.conftest import SMALL, TINY, Refused, Train, killed_at, train_into
+from tests.benchmarks.run_files import error_line, lines, results, said
 
 pytestmark = pytest.mark.xdist_group("faults")
 """One process runs them all: `whole` and `short` are made once."""
@@ -40,19 +40,11 @@ def lasting(directory: Path) -> Tree:
 
 
 @pytest.fixture
-def cut(train: Train, monkeypatch: pytest.MonkeyPatch) -> Train:
+def cut(train: Train) -> Train:
     """A run that dies in the round after ``dies_in``, checkpointed every second round."""
 
     def call(*argv: str, dies_in: int, name: str = "run") -> Path:
-        real = recorder.Recorder.step_done
-
-        def die(self: Any, step: int, *rest: Any) -> None:
-            real(self, step, *rest)
-            if step == dies_in:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(recorder.Recorder, "step_done", die)
+        with killed_at(dies_in, recorded=True):
             return train(*LONG, *argv, name=name, code=130)
 
     return call
@@ -160,15 +152,11 @@ def test_a_damaged_state_of_a_user_costs_the_rounds_since_the_checkpoint_before(
     assert lasting(directory) == lasting(undisturbed)
 
 
-def test_two_damaged_checkpoints_are_refused(
-    train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_damaged_checkpoints_are_refused(refused: Refused, cut: Train) -> None:
     directory = cut(dies_in=4)
     for name in ("last", "last.previous"):
         damage(directory / "checkpoint" / f"{name}.safetensors")
-    capsys.readouterr()
-    train(*LONG, code=2)
-    assert "nor is there one before it" in error_line(capsys)
+    refused("nor is there one before it", *LONG)
 
 
 def test_a_best_model_found_after_the_checkpoint_does_not_reach_the_resumed_run(
@@ -191,14 +179,17 @@ def test_a_best_model_found_after_the_checkpoint_does_not_reach_the_resumed_run(
 
 
 def test_another_data_file_is_refused_and_a_copy_is_not(
-    train: Train, cut: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train,
+    refused: Refused,
+    cut: Train,
+    mini_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     cut(dies_in=2)
     other = tmp_path / "other.hdf5"
     write_mini(other, replace(TINY, seed=1))
-    capsys.readouterr()
-    train(*LONG, f"--data_path={other}", code=2)
-    assert "holds a run on other data" in error_line(capsys)
+    refused("holds a run on other data", *LONG, f"--data_path={other}")
     copy = Path(shutil.copy(mini_file, tmp_path / "copy.hdf5"))
     directory = train(*LONG, f"--data_path={copy}")
     assert "resuming at round 2" in capsys.readouterr().err
@@ -227,16 +218,14 @@ def test_a_data_file_that_was_changed_in_place_is_refused(
 
 
 def test_metrics_that_were_changed_under_a_checkpoint_are_refused(
-    train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+    train: Train, refused: Refused, cut: Train
 ) -> None:
     directory = cut(dies_in=4)
     metrics = directory / "metrics.jsonl"
     content = metrics.read_bytes()
     for changed in (content[:20], content.replace(b'"round": 1', b'"round": 7'), b""):
         metrics.write_bytes(changed)
-        capsys.readouterr()
-        train(*LONG, code=2)
-        assert "metrics.jsonl is not the one" in error_line(capsys)
+        refused("metrics.jsonl is not the one", *LONG)
     metrics.write_bytes(content + b'{"round": 5, "sec')  # a line that a kill cut off
     train(*LONG)
     assert [line["round"] for line in lines(directory)] == list(range(7))
@@ -260,7 +249,7 @@ def test_a_damaged_small_file_is_named_in_one_line(
 
 
 def test_the_run_directory_is_left_when_two_want_it(
-    train: Train, cut: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    refused: Refused, cut: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = cut(dies_in=2)
     before = (directory / "metrics.jsonl").read_bytes()
@@ -269,9 +258,7 @@ def test_the_run_directory_is_left_when_two_want_it(
         raise BlockingIOError(errno.EAGAIN, "taken")
 
     monkeypatch.setattr(fcntl, "flock", taken)
-    capsys.readouterr()
-    train(*LONG, code=2)
-    assert "is in use by another process" in error_line(capsys)
+    refused("is in use by another process", *LONG)
     assert (directory / "metrics.jsonl").read_bytes() == before
 
 

@@ -21,7 +21,7 @@ from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.flair.config import FLAIR, parse
 from dataset.files import locked
 from pfl_ext.models.features import Split
-from tests.benchmarks.conftest import Train, killed_at, train_into
+from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
 from tests.benchmarks.core.test_private import PRIVATE
 from tests.closeness import assert_close_as_vector
 
@@ -283,12 +283,9 @@ def test_the_format_is_part_of_a_config_only_where_it_is_another() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_where_no_features_are_kept_half_precision_is_refused_in_one_line(
-    words: tuple[str, ...], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], message: str, refused: Refused
 ) -> None:
-    directory = train(*HEAD, HALF, *words, code=2)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert message in line
-    assert not (directory / "config.yaml").exists()
+    assert not (refused(message, *HEAD, HALF, *words) / "config.yaml").exists()
 
 
 def test_features_beyond_half_precision_are_refused_in_one_line(

@@ -21,18 +21,17 @@ from benchmarks.core.execute import execute
 from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
-from pfl_ext import checkpoint
 from pfl_ext.algorithms import fedbuff
 from pfl_ext.devices.fleet import Fleet
 from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, USERS, Array, run_of, server, trajectory, vector
-from tests.benchmarks.core.test_device_runs import CLASSES_OF_RUN, NUMBERS, SPEEDS, timeless
+from tests.benchmarks.core.test_device_runs import CLASSES_OF_RUN, NUMBERS, SPEEDS
 from tests.benchmarks.core.test_groups_and_graphs import at_rate_of, direct_of
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import last_checkpoint, lines, results, timeless
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 from tests.pfl_ext.devices.test_arrivals import by_plain_loops
 
@@ -144,7 +143,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(asynchronous: Train) -> None:
     with killed_at(3):
         directory = asynchronous(*argv, code=130)
     assert len(lines(directory)) == 3
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    kept = last_checkpoint(directory)
     versions = {name.split("/")[1] for name in kept if name.startswith(fedbuff.VERSIONS)}
     assert "3" in versions
     assert len(versions) > 1, "somebody trains from an older one"
@@ -197,20 +196,19 @@ REFUSED = (
 )
 
 
+@pytest.mark.usefixtures("asynchronous")
 @pytest.mark.parametrize("argv, message", REFUSED)
 def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: tuple[str, ...], message: str, asynchronous: Train, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], message: str, refused: Refused
 ) -> None:
-    asynchronous(*argv, code=2)
-    assert message in error_line(capsys)
+    refused(message, *argv)
 
 
-def test_versions_that_have_no_room_are_refused(
-    asynchronous: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("asynchronous")
+def test_versions_that_have_no_room_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
-    asynchronous(*RUN, f"{OPTIONS}max_staleness=2", code=2)
-    assert "fedbuff keeps up to 3 versions of the model, which takes up to 0.0 GB" in error_line(capsys)
+    message = "fedbuff keeps up to 3 versions of the model, which takes up to 0.0 GB"
+    refused(message, *RUN, f"{OPTIONS}max_staleness=2")
 
 
 def main(data: Path, directory: Path) -> None:
@@ -227,10 +225,7 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
     main(mini_file, tmp_path / "1")
     run(command("torchrun", 2, "tests.benchmarks.core.test_fedbuff", str(mini_file), str(tmp_path / "2")))
     for engine in ("stock", "fast"):
-        alone, together = (
-            checkpoint.load(tmp_path / workers / engine / "checkpoint" / "last.safetensors")[0]
-            for workers in "12"
-        )
+        alone, together = (last_checkpoint(tmp_path / workers / engine) for workers in "12")
         assert alone.keys() == together.keys()
         for key, tensor in alone.items():
             torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7, msg=f"{engine} {key}")

@@ -14,19 +14,14 @@ from torch import Tensor, nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.federated import run_context, setup, training_data
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.distillation import divergence, pooled
 from pfl_ext.algorithms.fedgkt import FedGKT, FedGKTOptions, GKTState
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
-from tests.benchmarks.conftest import Train, killed_at
-from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, Users, run_of
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
-from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
-
-vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
+from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, Users, classifier, run_of
+from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
 
 ROUNDS, RATE, T, ALPHA = 3, 0.02, 2.0, 0.7
 OPTIONS: Tree = {
@@ -51,9 +46,7 @@ def module(flat: bool = True) -> ImageClassifier:
         second = nn.Linear(8, 6) if flat else nn.Conv2d(8, 6, 1)
         last = nn.Linear(6 if flat else 6 * SIDE * SIDE, CLASSES)
         backbone = nn.Sequential(*first, nn.Tanh(), second, nn.ReLU(inplace=True), nn.Flatten(), last)
-    return ImageClassifier(
-        backbone, task=SingleLabel(), input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True
-    )
+    return classifier(backbone, SingleLabel())
 
 
 def algorithm(run: AnyRun, flat: bool = True, store: Any = None) -> FedGKT:
@@ -302,21 +295,13 @@ KEYS = (
 def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
     vision: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = vision(*KEYS, name="whole")
+    whole, directory = killed_and_resumed(vision, 2, *KEYS)
     assert "FedGKT: 4 users are the clients; 8 others take no part" in capsys.readouterr().err
-    with killed_at(2):
-        directory = vision(*KEYS, code=130)
-    assert len(lines(directory)) == 2
-    vision(*KEYS)
-    assert lines(directory) == lines(whole)
-    ours, theirs = (
-        checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (directory, whole)
-    )
+    ours, theirs = (last_checkpoint(path) for path in (directory, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert any(name.endswith("teacher") for name in theirs)
     found = results(whole)
-    assert results(directory)["model_sha256"] == found["model_sha256"]
     assert found["extractor_of"] == lines(whole)[0]["extractor_of"]
     kept = ("--model.pretrained=true", "--model.keep_head=true", f"--weights={whole / 'model.safetensors'}")
     again = vision(*KEYS, *kept, "--federated.num_rounds=1", name="again")
@@ -350,11 +335,9 @@ def test_what_it_cannot_do_is_refused_in_one_line(
     assert message in error_line(capsys)
 
 
-def test_privacy_and_several_labels_are_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train(KEYS[0], "--config=pfl-r-17", code=2)
-    assert "privacy refuses federated.algorithm = fedgkt" in error_line(capsys)
-    train(KEYS[0], code=2)
-    assert "fedgkt compares softmaxes of one label for each image" in error_line(capsys)
+def test_privacy_and_several_labels_are_refused(refused: Refused) -> None:
+    refused("privacy refuses federated.algorithm = fedgkt", KEYS[0], "--config=pfl-r-17")
+    refused("fedgkt compares softmaxes of one label for each image", KEYS[0])
 
 
 def test_dropout_and_what_has_no_room_are_refused() -> None:

@@ -13,17 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.fedma import FedMA, Networks
 from pfl_ext.algorithms.matching import alive, neurons, reordered
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_at
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import last_checkpoint, lines, results
 
 FEDMA = ("--federated.algorithm=fedma", "--federated.num_rounds=5", "--evaluation.best_by=last")
 
@@ -132,7 +127,7 @@ def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
     monkeypatch.setattr(FedMA, "round", compared)
     directory = train(*FEDMA, "--runtime.checkpoint_every=5", "--local.max_images=none")
     assert kept["classes"] > 3
-    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    tensors = last_checkpoint(directory)
     for name in [key[2:] for key in tensors if key.startswith("0/")]:
         assert all(torch.equal(tensors[f"0/{name}"], tensors[f"{place}/{name}"]) for place in (1, 2, 3))
 
@@ -151,12 +146,7 @@ def test_it_is_killed_within_a_pass_and_goes_on_bit_for_bit(train: Train) -> Non
 
 def test_two_workers_have_the_model_of_one(mini_file: Path, tmp_path: Path) -> None:
     argv = [*SMALL, "--config=fl-r-17", *FEDMA, "--runtime.engine=fast", f"--data_path={mini_file}"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "benchmarks.flair.train", *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     for key, tensor in alone.items():
         torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
 
@@ -231,16 +221,10 @@ def test_what_is_sent_is_counted(train: Train) -> None:
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*FEDMA, *words, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(words: list[str], message: str, refused: Refused) -> None:
+    refused(message, *FEDMA, *words)
 
 
-def test_networks_beyond_the_memory_are_refused(
-    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_networks_beyond_the_memory_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 1000)
-    train(*FEDMA, code=2)
-    assert "fedma keeps a network of each of 4 users" in error_line(capsys)
+    refused("fedma keeps a network of each of 4 users", *FEDMA)

@@ -5,7 +5,6 @@ test_fednas_runs ARGUMENTS...          trains, as one of the workers of a launch
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,11 @@ import torch
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.fedcv.classification.config import CLASSIFICATION
 from benchmarks.fedcv.classification.train import FederatedClassification
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
 from dataset.store.views import PixelCache
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.fednas import FedNAS, FedNASOptions
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import last_checkpoint, lines, results
 
 NETWORK = ("--model.cells=3", "--model.cell_channels=2", "--model.groups=1", "--model.input_size=8")
 SEARCH = (
@@ -59,18 +53,11 @@ def test_a_search_is_killed_and_goes_on_reads_no_test_image_and_its_genotype_is_
 
     monkeypatch.setattr(FedNAS, "round", round_)
     monkeypatch.setattr(PixelCache, "read", noted)
-    whole = train(*SEARCH, *TWO, name="whole")
+    whole, directory = killed_and_resumed(train, 1, *SEARCH, *TWO)
     assert splits == {("train", True), ("val", False), ("test", False)}
-    with killed_at(1):
-        directory = train(*SEARCH, *TWO, code=130)
-    assert len(lines(directory)) == 1
-    train(*SEARCH, *TWO)
-    assert lines(directory) == lines(whole)
-    for key in ("model_sha256", "val", "test", "traffic"):
-        assert results(directory)[key] == results(whole)[key]
     last = results(directory)
     assert last["genotype"] == lines(whole)[1]["genotype"]
-    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    tensors = last_checkpoint(directory)
     held = [t for name, t in tensors.items() if not name.startswith("best/")]
     size = 4 * sum(t.numel() for t in held)
     assert results(whole)["traffic"] == {"down": size, "up": size}
@@ -87,14 +74,7 @@ def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
     argv = [*small, *SEARCH, "--federated.cohort_size=3", "--federated.num_rounds=1"]
     argv += [f"--data_path={mini_file}", "--config=fl-r-17"]
     argv = list({word.partition("=")[0]: word for word in argv}.values())
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(
-        command("torchrun", 2, "tests.benchmarks.core.test_fednas_runs", *argv, f"--run_dir={tmp_path / '2'}")
-    )
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
     assert len(lines(tmp_path / "2")[0]["worker_seconds"]) == 2
@@ -140,12 +120,5 @@ def test_the_mini_set_comes_with_a_search_of_its_size_and_the_recipe_is_the_pape
         (["--federated.weighting=users", "--local_privacy.epsilon=4"], "local_privacy refuses federated.al"),
     ],
 )
-def test_what_it_cannot_do_is_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*SEARCH, *argv, code=2)
-    assert message in error_line(capsys)
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))
+def test_what_it_cannot_do_is_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, *SEARCH, *argv)

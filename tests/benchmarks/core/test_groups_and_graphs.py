@@ -26,17 +26,16 @@ from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
 from dataset.arrays import FloatArray
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.dsgd import DSGD, DSGDOptions
 from pfl_ext.algorithms.hierarchical import groups_of
 from pfl_ext.algorithms.pushsum import PushSum, PushSumOptions
 from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, USERS, Array, Direct, run_of, server, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import last_checkpoint, lines, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 N = len(SIZES)
@@ -205,22 +204,11 @@ def words(name: str) -> list[str]:
     return [f"--federated.algorithm={name}", *WORDS[name], *of_server]
 
 
-def timeless(directory: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines(directory)]
-
-
 @pytest.mark.parametrize("name", WORDS)
 def test_it_is_killed_and_goes_on_bit_for_bit(name: str, train: Train) -> None:
     argv = (*words(name), "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert timeless(directory) == timeless(whole)
-    for key in ("model_sha256", "val", "test", "last", "traffic"):
-        assert results(directory)[key] == results(whole)[key]
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    _, directory = killed_and_resumed(train, 2, *argv)
+    kept = last_checkpoint(directory)
     traffic = results(directory)["traffic"]
     if name == "hierarchical":
         size = sum(w.numel() * 4 for key, w in kept.items() if key.startswith("model/"))
@@ -288,11 +276,8 @@ COHORT = "--federated.cohort_size"
         (["hierarchical", "--config=pfl-r-17"], "privacy refuses federated.algorithm = hierarchical"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(f"--federated.algorithm={argv[0]}", *argv[1:], code=2)
-    assert message in error_line(capsys)
+def test_what_cannot_be_done_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, f"--federated.algorithm={argv[0]}", *argv[1:])
 
 
 def test_the_graph_that_is_checked_is_the_runs(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,12 +293,9 @@ def test_the_graph_that_is_checked_is_the_runs(train: Train, monkeypatch: pytest
     assert seeds == {3}
 
 
-def test_models_that_have_no_room_are_refused(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_have_no_room_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
-    train(*words("dsgd"), code=2)
-    assert "DSGD keeps a model for each of 4 users, which takes up to 0.0 GB" in error_line(capsys)
+    refused("DSGD keeps a model for each of 4 users, which takes up to 0.0 GB", *words("dsgd"))
 
 
 def test_a_network_larger_than_the_population_is_refused_where_cohorts_may_be() -> None:
@@ -338,10 +320,7 @@ def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path
     module = "tests.benchmarks.core.test_groups_and_graphs"
     run(command("torchrun", 2, module, str(mini_file), str(tmp_path / "2")))
     for name in WORDS:
-        alone, together = (
-            checkpoint.load(tmp_path / workers / name / "checkpoint" / "last.safetensors")[0]
-            for workers in "12"
-        )
+        alone, together = (last_checkpoint(tmp_path / workers / name) for workers in "12")
         for key, tensor in alone.items():
             torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
         assert len(lines(tmp_path / "2" / name)[0]["worker_seconds"]) == 2

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
-from tests.benchmarks.conftest import Train, killed_at
-from tests.benchmarks.test_train import error_line
+from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.pfl_ext.models.test_trained import SIDE, build
 
 ONE_STEP = ("--local.num_epochs=1", "--local.batch_size=64", "--local.max_grad_norm=none")
@@ -53,13 +52,11 @@ def test_a_killed_run_with_such_rates_goes_on_to_the_bit(words: tuple[str, ...],
     assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_fednova_with_a_proximal_term_refuses_two_rates(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fednova_with_a_proximal_term_refuses_two_rates(train: Train, refused: Refused) -> None:
     nova = ("--federated.algorithm=fednova", "--local.head_rate_factor=3", "--federated.num_rounds=1")
     train(*nova)
-    train(*nova, "--federated.mu=0.1", name="mu", code=2)
-    assert "one learning rate: set local.head_rate_factor to 1, or federated.mu to none" in error_line(capsys)
+    message = "one learning rate: set local.head_rate_factor to 1, or federated.mu to none"
+    refused(message, *nova, "--federated.mu=0.1", name="mu")
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,15 @@ from benchmarks.flair.config import FLAIR, parse
 from dataset.store.hdf5 import DataFile
 from pfl_ext.data.transforms import draw_crops
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Train, killed_at, train_into
+from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
 from tests.benchmarks.core.test_features import CENTRAL, HALF, HEAD, SINGLE_STEPS, WAYS, folders, trained
 from tests.benchmarks.core.test_features import computed as computed
 from tests.benchmarks.core.test_features import own_file as own_file
 from tests.benchmarks.core.test_private import PRIVATE
-from tests.benchmarks.test_train import lines, results
-from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
-from tests.benchmarks.visual_classification.test_vision_train import file_without_val as file_without_val
-from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
+from tests.benchmarks.run_files import lines, results
 from tests.closeness import assert_close_as_vector
 
 VIEWS = (*HEAD, "--augment.flip=both", "--model.input_size=18", "--augment.views=3")
-
-vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
 
 
 def fitting(words: tuple[str, ...]) -> list[str]:
@@ -237,13 +232,11 @@ def test_views_are_part_of_a_config_only_where_there_are_some() -> None:
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, tuple) else "",
 )
 def test_what_views_cannot_go_with_is_refused_in_one_line(
-    words: tuple[str, ...], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], message: str, refused: Refused
 ) -> None:
     algorithm = any("algorithm" in word for word in words)
-    directory = train(*(word for word in VIEWS if not (algorithm and "accumulate" in word)), *words, code=2)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert message in line
-    assert not (directory / "config.yaml").exists()
+    views = (word for word in VIEWS if not (algorithm and "accumulate" in word))
+    assert not (refused(message, *views, *words) / "config.yaml").exists()
 
 
 def test_a_setting_with_views_may_be_run_without_what_they_need(tmp_path: Path) -> None:

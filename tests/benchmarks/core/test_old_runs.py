@@ -21,7 +21,7 @@ from benchmarks.flair.report import collect
 from benchmarks.reporting.runs import read_run
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import Train
-from tests.benchmarks.test_train import results
+from tests.benchmarks.run_files import results
 
 OLD = Path(__file__).parent / "run_of_59d7e39"
 WORDS = (

@@ -28,17 +28,14 @@ from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
-from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import last_checkpoint, lines, results
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -117,15 +114,8 @@ def test_it_trains_as_its_equations_say(
 
 def test_it_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
     argv = (*GOSSIP, "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert lines(directory) == lines(whole)
-    for key in ("model_sha256", "val", "test", "last"):
-        assert results(directory)[key] == results(whole)[key]
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    _, directory = killed_and_resumed(train, 2, *argv)
+    kept = last_checkpoint(directory)
     assert any((kept[f"1/{name[2:]}"] != w).any() for name, w in kept.items() if name.startswith("0/"))
     size = sum(w.numel() * 4 for name, w in kept.items() if name.startswith("0/"))
     assert results(directory)["traffic"] == {"down": size, "up": size}
@@ -172,21 +162,13 @@ def test_options_that_no_algorithm_reads_leave_the_digest_alone(tmp_path: Path) 
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*GOSSIP[:1], *argv, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, *GOSSIP[:1], *argv)
 
 
 def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *GOSSIP, "--runtime.engine=fast", f"--data_path={mini_file}"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "tests.benchmarks.core.test_own_loop", *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv, module="tests.benchmarks.core.test_own_loop")
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
     assert len(lines(tmp_path / "2")[0]["worker_seconds"]) == 2

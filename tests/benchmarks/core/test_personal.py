@@ -11,8 +11,7 @@ import pytest
 from torch import Tensor
 
 from benchmarks.core.config.trees import Tree, merge
-from benchmarks.core.federated import train_federated, training_data
-from benchmarks.core.run_directory import RunDirectory
+from benchmarks.core.federated import training_data
 from pfl_ext.algorithms.clients import line_of
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import (
@@ -25,6 +24,7 @@ from tests.benchmarks.core.quadratics import (
     Trace,
     run_of,
     server,
+    traced,
     vector,
 )
 
@@ -52,11 +52,7 @@ class Kept(Trace):
 
 def found_by(tree: Tree, directory: Path, engine: str = "fast") -> tuple[Array, Array]:
     """Production's models ``[rounds, P]``, and what all users have after each round, ``[rounds, U, p]``."""
-    run = run_of(tree, engine)
-    files = RunDirectory(run, directory)
-    files.begin()
-    trace = Kept(files)
-    train_federated(run, quadratics.Users(), quadratics.Users(), quadratics.module(), trace)
+    trace = traced(run_of(tree, engine), directory, Kept)
     return np.stack(trace.seen), np.stack(getattr(trace, "kept", [np.zeros((U, 0))]))
 
 
@@ -245,10 +241,7 @@ def test_a_user_is_tuned_before_it_is_scored_and_that_is_undone(personal: str | 
         tree_of("fedper", personal=personal, tune_epochs=3), {"local": {"schedule": "poly", "momentum": 0.5}}
     )
     run = run_of(tree)
-    files = RunDirectory(run, tmp_path)
-    files.begin()
-    trace = Kept(files)
-    train_federated(run, quadratics.Users(), quadratics.Users(), quadratics.module(), trace)
+    trace = traced(run, tmp_path, Kept)
     algorithm: Any = trace.checkpoints.algorithm
     equations, x, number = Equations(tree), trace.seen[-1], quadratics.ROUNDS
     equations.data.set_round(number)

@@ -27,12 +27,12 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.own_images import OwnImages
 from pfl_ext.algorithms.personal_parts import FILE
 from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import RESNET18, Train, killed_at
+from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIZES, Batch, Trace, run_of
 from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.run_files import last_checkpoint, lines, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
 
 OPTION = "--federated.options."
@@ -48,27 +48,15 @@ def words(name: str) -> list[str]:
     return [f"--federated.algorithm={name}", *WORDS[name]]
 
 
-def timeless(directory: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines(directory)]
-
-
 @pytest.mark.parametrize("name", WORDS)
 def test_it_is_killed_and_goes_on_bit_for_bit(
     name: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = (*words(name), "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
-    whole = train(*argv, name="whole")
+    whole, directory = killed_and_resumed(train, 2, *argv)
     assert "seen users, O-AP: " in capsys.readouterr().out, "C-AP counts 0 for the classes that a user lacks"
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert timeless(directory) == timeless(whole)
-    for key in ("model_sha256", "val", "test", "last", "traffic", "clients"):
-        assert results(directory)[key] == results(whole)[key]
-    kept, again = (
-        checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (whole, directory)
-    )
+    assert results(directory)["clients"] == results(whole)["clients"]
+    kept, again = (last_checkpoint(path) for path in (whole, directory))
     assert torch.equal(kept["users/digests"], again["users/digests"]), "every user's own numbers"
     assert int(kept["seen"].sum()) == int((kept["users/rows"] >= 0).sum()) > 4
     clients = results(whole)["clients"]
@@ -164,16 +152,13 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         (["fedper", "--federated.weighting=users", "--local_privacy.epsilon=4"], "local_privacy refuses fed"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(
-    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(f"--federated.algorithm={argv[0]}", *argv[1:], code=2)
-    assert message in error_line(capsys)
+def test_what_cannot_be_done_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
+    refused(message, f"--federated.algorithm={argv[0]}", *argv[1:])
 
 
 def test_fedbn_averages_all_but_the_norms(train: Train) -> None:
     directory = train("--federated.algorithm=fedbn", *RESNET18, "--federated.num_rounds=1")
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    kept = last_checkpoint(directory)
     assert (kept["model/backbone.layer2.0.downsample.1.weight"] == 1).all(), "as before training"
     assert (kept["model/backbone.bn1.bias"] == 0).all()
     content = np.fromfile(directory / "checkpoint" / FILE, "<f4").reshape(-1, 9600)
@@ -185,15 +170,13 @@ def test_fedbn_averages_all_but_the_norms(train: Train) -> None:
     assert results(same)["clients"] == results(directory)["clients"]
 
 
-def test_another_file_of_users_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_file_of_users_is_refused(train: Train, refused: Refused) -> None:
     argv = ("--federated.algorithm=fedper", "--runtime.checkpoint_every=1")
     with killed_at(2):
         directory = train(*argv, code=130)
     path = directory / "checkpoint" / FILE
     path.write_bytes(bytes(path.stat().st_size))
-    capsys.readouterr()
-    train(*argv, code=2)
-    assert f"{FILE} is not the one that the checkpoint was written with" in error_line(capsys)
+    refused(f"{FILE} is not the one that the checkpoint was written with", *argv)
 
 
 def trained(data: Path, directory: Path, names: Sequence[str] = tuple(WORDS)) -> None:
@@ -216,9 +199,7 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
     )
     for name in WORDS:
         alone, together = (tmp_path / workers / name for workers in "12")
-        first, second = (
-            checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (alone, together)
-        )
+        first, second = (last_checkpoint(path) for path in (alone, together))
         for key, tensor in first.items():
             if key.startswith(("model/", "seen")):
                 torch.testing.assert_close(second[key], tensor, rtol=1e-5, atol=1e-6)

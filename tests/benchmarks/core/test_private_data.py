@@ -21,8 +21,8 @@ from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from tests.benchmarks.conftest import train_into
 from tests.benchmarks.made_runs import make_run
+from tests.benchmarks.run_files import error_line, results
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, results
 from tests.dataset.convert.made_sources import CLASSES, convert, write_folder
 
 BY_IMAGES = "--split_by=images --val_share=0.2 --test_share=0.2"

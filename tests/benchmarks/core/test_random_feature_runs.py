@@ -19,13 +19,13 @@ from dataset.cli import run
 from pfl_ext.models.features import Split
 from pfl_ext.models.random_features import RandomFeatures
 from pfl_ext.randomness import torch_stream
-from tests.benchmarks.conftest import Train, killed_at, train_into
+from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
 from tests.benchmarks.core.test_channel_norm import PRIVATE as MOMENTS
 from tests.benchmarks.core.test_channel_norm import SCATTER
 from tests.benchmarks.core.test_closed_form_runs import CENTRAL, HEAD, ONCE, head
 from tests.benchmarks.core.test_features import EACH_ROUND, folders
 from tests.benchmarks.core.test_private import PRIVATE
-from tests.benchmarks.test_train import error_line, results
+from tests.benchmarks.run_files import results
 from tests.closeness import assert_close_as_vector
 
 RANDOM = ("--model.random_features=30", "--model.random_features_width=0.5")
@@ -133,9 +133,7 @@ def test_a_run_counts_and_sends_the_last_layer_alone(train: Train) -> None:
     assert found["traffic"] == {"down": 4 * 31 * 17, "up": 4 * 31 * 17}
 
 
-def test_training_goes_on_from_a_ridge_with_another_seed(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_from_a_ridge_with_another_seed(train: Train, refused: Refused) -> None:
     start = train(*RANDOM, *HEAD, *RIDGE, "--federated.options.temperature=0.1", name="start")
     more = (
         *HEAD,
@@ -148,9 +146,7 @@ def test_training_goes_on_from_a_ridge_with_another_seed(
     directory = train(*more, RANDOM[1], name="more")
     first = json.loads((directory / "metrics.jsonl").read_text().splitlines()[0])["val"]
     assert first["loss"] == pytest.approx(results(start)["last"]["val"]["loss"], rel=1e-5)
-    capsys.readouterr()
-    train(*more, name="other", code=2)
-    assert "model.random_features_width is 1, and the weights file's last layer was" in error_line(capsys)
+    refused("model.random_features_width is 1, and the weights file's last layer was", *more, name="other")
 
 
 def test_users_are_fine_tuned_by_the_command_as_at_the_end(train: Train) -> None:
@@ -178,11 +174,8 @@ def test_users_are_fine_tuned_by_the_command_as_at_the_end(train: Train) -> None
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    words: tuple[str, ...], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*words, code=2)
-    assert message in error_line(capsys)
+def test_what_cannot_be_is_one_line(words: tuple[str, ...], message: str, refused: Refused) -> None:
+    refused(message, *words)
 
 
 def test_a_config_without_them_is_that_of_runs_before_there_were_any() -> None:

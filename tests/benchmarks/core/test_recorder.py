@@ -24,9 +24,9 @@ from dataset.cli import Stopped
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.ranking import Diverged
-from tests.benchmarks.conftest import RESNET18, Train
+from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_at
 from tests.benchmarks.core.test_faults import LONG
-from tests.benchmarks.test_train import error_line, lines, results
+from tests.benchmarks.run_files import error_line, lines, results
 
 SHORT = ("--federated.num_rounds=2",)
 KEEP = "--runtime.keep_checkpoints=true"
@@ -36,23 +36,10 @@ def files(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def dies(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have a run die after a step."""
-
-    def call(train: Train, *argv: str, step: int) -> Path:
-        real = Recorder.step_done
-
-        def die(self: Recorder, number: int, *rest: Any) -> None:
-            real(self, number, *rest)
-            if number == step:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Recorder, "step_done", die)
-            return train(*argv, code=130)
-
-    return call
+def dies(train: Train, *argv: str, step: int) -> Path:
+    """A run that dies after a step; its directory."""
+    with killed_at(step, recorded=True):
+        return train(*argv, code=130)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +242,7 @@ def test_a_duration_is_said_in_the_unit_that_fits() -> None:
     ],
 )
 def test_resuming_says_what_is_done_again(
-    step: int, said: str, train: Train, dies: Any, capsys: pytest.CaptureFixture[str]
+    step: int, said: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dies(train, *LONG, step=step)
     capsys.readouterr()
@@ -264,7 +251,7 @@ def test_resuming_says_what_is_done_again(
 
 
 def test_several_rounds_that_are_done_again_are_counted(
-    train: Train, dies: Any, capsys: pytest.CaptureFixture[str]
+    train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ("--federated.num_rounds=6", "--runtime.checkpoint_every=10")
     dies(train, *argv, step=2)
@@ -273,9 +260,7 @@ def test_several_rounds_that_are_done_again_are_counted(
     assert "rounds 0 to 2 are done again (3 in all)" in capsys.readouterr().err
 
 
-def test_a_run_is_not_resumed_from_other_weights(
-    train: Train, dies: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_not_resumed_from_other_weights(train: Train, refused: Refused, tmp_path: Path) -> None:
     from torchvision.models import squeezenet1_1
 
     paths = [tmp_path / "one.pth", tmp_path / "other.pth"]
@@ -285,15 +270,13 @@ def test_a_run_is_not_resumed_from_other_weights(
     directory = dies(train, *fine, f"--weights={paths[0]}", step=2)
     found = hashlib.sha256(paths[0].read_bytes()).hexdigest()
     assert yaml.safe_load((directory / "config.yaml").read_text())["model"]["weights_sha256"] == found
-    capsys.readouterr()
-    train(*fine, f"--weights={paths[1]}", code=2)
-    assert f"model.weights_sha256: {found} -> " in error_line(capsys)
+    refused(f"model.weights_sha256: {found} -> ", *fine, f"--weights={paths[1]}")
     train(*fine, f"--weights={paths[0]}")
     assert results(directory)["weights"]["sha256"] == found
 
 
 def test_an_old_run_directory_is_resumed_and_its_config_is_left_as_it_was(
-    train: Train, dies: Any, capsys: pytest.CaptureFixture[str]
+    train: Train, refused: Refused
 ) -> None:
     """It lacks the hash of the weights, holds a field without effect, and a value that is filled in today."""
     argv = (*LONG, "--federated.algorithm=fedprox")
@@ -312,7 +295,5 @@ def test_an_old_run_directory_is_resumed_and_its_config_is_left_as_it_was(
     assert results(directory)["model_probe"] == results(whole)["model_probe"]
     assert lines(directory) == lines(whole)
     train(*argv)  # its results are shown
-    capsys.readouterr()
-    train(*argv, "--federated.mu=0.5", code=2)
-    assert "federated.mu: 0.01 -> 0.5" in error_line(capsys)
+    refused("federated.mu: 0.01 -> 0.5", *argv, "--federated.mu=0.5")
     assert json.loads((directory / "results.json").read_text())["rounds"] == 6

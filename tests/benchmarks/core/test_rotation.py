@@ -25,8 +25,8 @@ from pfl_ext import checkpoint
 from pfl_ext.workers.distributed import is_main
 from tests.benchmarks.core import rotation
 from tests.benchmarks.core.rotation import Rotation, Turn
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
+from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
+from tests.benchmarks.sparing import run_into, sparingly
 from tests.closeness import assert_close_as_vector
 from tests.launching import command, finish, run, start
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, rounding_of
@@ -77,9 +77,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(file: Path, directory: Path, *argv: str, code: int = 0, draw: bool = False) -> Path:
     """In this process, `sparingly`; the run directory."""
-    with sparingly(draw):
-        assert run_command(rotation.main, [f"--data_path={file}", f"--run_dir={directory}", *argv]) == code
-    return directory
+    return run_into(rotation.main, directory, f"--data_path={file}", *argv, code=code, draw=draw)
 
 
 def train_by_two(file: Path, directory: Path, *argv: str) -> list[str]:
@@ -89,7 +87,7 @@ def train_by_two(file: Path, directory: Path, *argv: str) -> list[str]:
 
 
 def last_weights(directory: Path) -> dict[str, torch.Tensor]:
-    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    tensors = last_checkpoint(directory)
     return {name: tensor for name, tensor in tensors.items() if name.startswith(checkpoint.MODEL)}
 
 

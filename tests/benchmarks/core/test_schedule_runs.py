@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 from unittest import mock
@@ -14,8 +13,8 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.flair.config import FLAIR
 from pfl_ext.algorithms.fednova import Normaliser
 from pfl_ext.algorithms.scaffold import Renewal
-from tests.benchmarks.conftest import Train, killed_at
-from tests.benchmarks.test_train import error_line
+from tests.benchmarks.conftest import Train, killed_and_resumed
+from tests.benchmarks.run_files import error_line, lines
 
 POLY = ("--local.schedule=poly", "--local.schedule_power=0.9")
 COSINE = ("--server.schedule=cosine", "--server.final_learning_rate=0.02", "--server.optimizer=sgd")
@@ -37,8 +36,7 @@ def test_each_round_trains_its_users_and_steps_at_its_own_rate(engine: str, trai
         directory = train(*POLY, *COSINE, f"--runtime.engine={engine}")
     assert sorted(set(seen), reverse=True) == pytest.approx(BY_ROUND)
     assert seen == sorted(seen, reverse=True)
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    server = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    server = [line["learning_rate"] for line in lines(directory) if "learning_rate" in line]
     assert server == pytest.approx([0.02 + 0.08 * (1 + math.cos(math.pi * r / 3)) / 2 for r in range(3)])
 
 
@@ -46,44 +44,38 @@ def test_each_round_trains_its_users_and_steps_at_its_own_rate(engine: str, trai
     "words", [(*POLY, *COSINE), (*POLY, "--federated.algorithm=scaffold"), CENTRAL], ids=lambda w: w[-1]
 )
 def test_a_killed_run_goes_on_to_the_bit(words: tuple[str, ...], train: Train) -> None:
-    whole = train(*words, name="whole")
-    with killed_at(1):
-        train(*words, name="killed", code=130)
-    again = train(*words, name="killed")
-    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    killed_and_resumed(train, 1, *words)
 
 
-def test_epochs_have_their_own_rates_and_so_has_the_head(train: Train) -> None:
-    seen: list[list[float]] = []
-    real = torch.optim.SGD.step
+WHOLE = ("--centralised.optimizer=sgd", "--centralised.head_rate_factor=4", "--centralised.batch_size=999")
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """The learning rates of body and head in each step of SGD."""
+    seen, real = list[list[float]](), torch.optim.SGD.step
 
     def watched(self: Any, *words: Any) -> Any:
         seen.append([group["lr"] for group in self.param_groups])
         return real(self, *words)
 
-    more = ("--centralised.optimizer=sgd", "--centralised.head_rate_factor=4", "--centralised.batch_size=999")
-    with mock.patch.object(torch.optim.SGD, "step", watched):
-        train(*CENTRAL, *more, "--centralised.learning_rate=0.2")
-    assert seen == [[0.2, 0.8], [0.1, 0.4]]
+    monkeypatch.setattr(torch.optim.SGD, "step", watched)
+    return seen
 
 
-def test_a_warm_up_is_timms(train: Train) -> None:
+def test_epochs_have_their_own_rates_and_so_has_the_head(train: Train, rates: list[list[float]]) -> None:
+    train(*CENTRAL, *WHOLE, "--centralised.learning_rate=0.2")
+    assert rates == [[0.2, 0.8], [0.1, 0.4]]
+
+
+def test_a_warm_up_is_timms(train: Train, rates: list[list[float]]) -> None:
     """The rates of timm's StepLRScheduler(warmup_t=2, warmup_lr_init=0.01, decay_t=1, decay_rate=0.5)."""
-    seen: list[list[float]] = []
-    real = torch.optim.SGD.step
-
-    def watched(self: Any, *words: Any) -> Any:
-        seen.append([group["lr"] for group in self.param_groups])
-        return real(self, *words)
-
-    more = ("--centralised.optimizer=sgd", "--centralised.head_rate_factor=4", "--centralised.batch_size=999")
-    rates = ("--centralised.learning_rate=0.2", "--centralised.warmup_learning_rate=0.01")
+    words = ("--centralised.learning_rate=0.2", "--centralised.warmup_learning_rate=0.01")
     epochs = ("--centralised.num_epochs=4", "--centralised.warmup_epochs=2")
-    with mock.patch.object(torch.optim.SGD, "step", watched):
-        train(*CENTRAL, *more, *rates, *epochs)
+    train(*CENTRAL, *WHOLE, *words, *epochs)
     of_epochs = [0.01, 0.01 + (0.2 - 0.01) / 2, 0.2 * 0.5**2, 0.2 * 0.5**3]
-    assert [rate for rate, _ in seen] == pytest.approx(of_epochs)
-    assert [head for _, head in seen] == pytest.approx([4 * rate for rate in of_epochs])
+    assert [rate for rate, _ in rates] == pytest.approx(of_epochs)
+    assert [head for _, head in rates] == pytest.approx([4 * rate for rate in of_epochs])
 
 
 def test_scaffold_and_fednova_reckon_with_the_rate_of_the_round(train: Train) -> None:

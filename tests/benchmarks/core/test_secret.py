@@ -21,7 +21,7 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.privacy.central import NoisyMean
 from tests.benchmarks.conftest import Train, train_into
 from tests.benchmarks.core.test_private import PRIVATE
-from tests.benchmarks.test_train import lines, results
+from tests.benchmarks.run_files import lines, results
 from tests.dataset.drawn import records, write_predecessor
 
 pytestmark = pytest.mark.xdist_group("private runs")

@@ -13,21 +13,16 @@ import torch
 
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
 from pfl_ext.algorithms import secure_aggregation, turbo_aggregate
 from pfl_ext.algorithms.finite_field import PRIME, Elements
 from pfl_ext.algorithms.secure_aggregation import SecureAggregation, pairwise_sum
 from pfl_ext.algorithms.secure_sum import SecureSum, SumLost
 from pfl_ext.algorithms.turbo_aggregate import TurboAggregate, circle_sum
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import lines, results
 from tests.pfl_ext.algorithms.test_secure_sums import Post, exact
 
 NAMES = ("secure_aggregation", "turbo_aggregate")
@@ -119,13 +114,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(
 ) -> None:
     options = ("--federated.options.drop_out=0.5", *GROUPS[name])
     argv = (f"--federated.algorithm={name}", *options, "--server.momentum=0.5", "--server.optimizer=sgd")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    train(*argv)
-    assert lines(directory) == lines(whole), "masks are other ones, and leave nothing"
-    for key in ("model_sha256", "val", "test", "last"):
-        assert results(directory)[key] == results(whole)[key]
+    whole, _ = killed_and_resumed(train, 2, *argv)  # masks are other ones, and leave nothing
     assert [(line["users"], line["lost"], line["skipped"]) for line in lines(whole)[:3]] == [(2, 2, 0)] * 3
 
 
@@ -136,12 +125,7 @@ GROUPS = {NAMES[0]: (), NAMES[1]: ("--federated.options.group_size=4",)}
 def test_two_workers_have_the_model_of_one(name: str, mini_file: Path, tmp_path: Path) -> None:
     argv = [*SMALL, "--config=fl-r-17", f"--federated.algorithm={name}", "--runtime.engine=fast"]
     argv += ["--federated.options.drop_out=0.4", f"--data_path={mini_file}"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "benchmarks.flair.train", *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     for key, tensor in alone.items():
         torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
 
@@ -228,16 +212,12 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*words, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(words: list[str], message: str, refused: Refused) -> None:
+    refused(message, *words)
 
 
-def test_an_update_that_is_not_finite_is_one_line(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train(SECURE, "--local.learning_rate=1e30", code=2)
-    assert "a user's update has numbers that are not finite" in error_line(capsys)
+def test_an_update_that_is_not_finite_is_one_line(refused: Refused) -> None:
+    refused("a user's update has numbers that are not finite", SECURE, "--local.learning_rate=1e30")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,6 @@ test_split DATA DIRECTORY          trains it, as one of the workers of a launche
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,26 @@ from torch import Tensor, nn
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
-from benchmarks.core.federated import run_context, setup, train_federated, training_data
-from benchmarks.core.run_directory import RunDirectory
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
-from pfl_ext import checkpoint
+from benchmarks.core.federated import run_context, setup, training_data
 from pfl_ext.algorithms.split import Split, Wire
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import Train, killed_at
-from tests.benchmarks.core.quadratics import CLASSES, SIDE, SquaredError, Trace, Users, run_of, vector
+from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.core.quadratics import (
+    CLASSES,
+    SIDE,
+    SquaredError,
+    Users,
+    classifier,
+    run_of,
+    trajectory,
+    vector,
+)
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines, results
-from tests.launching import command, run
+from tests.benchmarks.run_files import last_checkpoint
 
 SEQUENTIAL = ("relay", "u_shaped")
 MOMENTUM: Tree = {"local": {"momentum": 0.5, "weight_decay": 0.01}}
@@ -55,22 +57,11 @@ def module() -> ImageClassifier:
             nn.ReLU(inplace=True),
             nn.Linear(6, CLASSES),
         )
-    return ImageClassifier(
-        backbone, task=SquaredError(), input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True
-    )
+    return classifier(backbone)
 
 
 def run_with(tree: Tree, **options: Any) -> AnyRun:
     return run_of(merge({"federated": {"algorithm": "split", "options": options}}, tree))
-
-
-def trajectory(run: AnyRun, directory: Path) -> Any:
-    """``[rounds, P]`` by what production calls."""
-    files = RunDirectory(run, directory)
-    files.begin()
-    trace = Trace(files)
-    train_federated(run, Users(), Users(), module(), trace)
-    return np.stack(trace.seen)
 
 
 def algorithm(run: AnyRun) -> Split:
@@ -113,7 +104,7 @@ def test_users_in_turns_are_the_whole_network_in_one_place_to_the_bit(
         cut = 1
     tree = merge(MOMENTUM, {"federated": {"cohort_size": 3}, "local": {"straddle": False}})
     run = run_with(tree, variant=variant, cut=cut, momentum=handed)
-    found, expected = trajectory(run, tmp_path), in_one_place(run, handed == "restart")
+    found, expected = trajectory(run, tmp_path, module()), in_one_place(run, handed == "restart")
     assert (found == expected).all()
     other = in_one_place(run, handed != "restart")
     assert (found[-1] != other[-1]).any(), "the test sees what becomes of momentum"
@@ -122,8 +113,8 @@ def test_users_in_turns_are_the_whole_network_in_one_place_to_the_bit(
 @pytest.mark.parametrize("cut", [1, 2])
 def test_splitfed_is_fedavg(cut: int, tmp_path: Path) -> None:
     tree = merge(MOMENTUM, {"federated": {"cohort_size": 3}})
-    found = trajectory(run_with(tree, variant="splitfed", cut=cut), tmp_path / "split")
-    averaged = trajectory(run_of(tree), tmp_path / "fedavg")
+    found = trajectory(run_with(tree, variant="splitfed", cut=cut), tmp_path / "split", module())
+    averaged = trajectory(run_of(tree), tmp_path / "fedavg", module())
     gaps = np.linalg.norm(found - averaged, axis=1) / np.linalg.norm(averaged, axis=1)
     assert gaps.max() < 1e-5, "float32, of which a round has 12 steps"
 
@@ -219,16 +210,9 @@ KEYS = ("--federated.algorithm=split", "--federated.num_rounds=3", "--local.mome
 def test_it_is_killed_and_goes_on_bit_for_bit(variant: str, train: Train) -> None:
     handed = "handover" if variant == "relay" else "restart"
     argv = (*KEYS, f"--federated.options.variant={variant}", f"--federated.options.momentum={handed}")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert lines(directory) == lines(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
-    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    _, directory = killed_and_resumed(train, 2, *argv)
+    kept = last_checkpoint(directory)
     assert any(name.startswith("momentum/") for name in kept) == (variant == "relay")
-    assert results(directory)["traffic"] == results(whole)["traffic"]
 
 
 @pytest.mark.parametrize(
@@ -253,11 +237,8 @@ def test_it_is_killed_and_goes_on_bit_for_bit(variant: str, train: Train) -> Non
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = split"),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(KEYS[0], *words, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(words: list[str], message: str, refused: Refused) -> None:
+    refused(message, KEYS[0], *words)
 
 
 def test_turns_are_taken_in_one_process() -> None:
@@ -273,15 +254,6 @@ def test_turns_are_taken_in_one_process() -> None:
 def test_two_workers_train_splitfed_as_one_does(mini_file: Path, tmp_path: Path) -> None:
     small = [word for word in SMALL if "engine" not in word]
     argv = [*small, KEYS[0], "--federated.options.variant=splitfed", f"--data_path={mini_file}"]
-    with sparingly():
-        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "tests.benchmarks.core.test_split", *argv, f"--run_dir={tmp_path / '2'}"))
-    alone, together = (
-        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
-    )
+    alone, together = by_one_and_two(tmp_path, *argv)
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

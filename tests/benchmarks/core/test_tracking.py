@@ -19,13 +19,13 @@ from tensorboardX.event_file_writer import EventFileWriter
 from tensorboardX.proto.event_pb2 import Event
 from wandb.proto import wandb_internal_pb2
 
-from benchmarks.core import recorder, tracking
+from benchmarks.core import tracking
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import PUBLIC_RESULTS
 from benchmarks.core.tracking import Tracking, flat, has_wandb_key
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import Flair
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core.test_private import REAL
 from tests.launching import ROOT, environment, warmly
 
@@ -157,22 +157,12 @@ def test_wandb_holds_the_lines_of_metrics_jsonl(train: Train) -> None:
 
 
 @pytest.mark.parametrize("backend", ["wandb", "tensorboard"])
-def test_a_killed_and_resumed_run_sends_each_step_once_to_the_same_run(
-    backend: str, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_and_resumed_run_sends_each_step_once_to_the_same_run(backend: str, train: Train) -> None:
     """Killed after step 2 with a checkpoint of step 2: step 2 is computed twice and must be sent once."""
     extra = (f"--runtime.track={backend}", "--runtime.checkpoint_every=2")
-    real = recorder.Recorder.step_done
-
-    def die(self: Any, step: int, *rest: Any) -> None:
-        real(self, step, *rest)
-        if step == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(recorder.Recorder, "step_done", die)
-    first = json.loads((train(*extra, code=130) / "tracking.json").read_text())[backend]
+    with killed_at(2, recorded=True):
+        first = json.loads((train(*extra, code=130) / "tracking.json").read_text())[backend]
     assert first["sent"] == 2
-    monkeypatch.setattr(recorder.Recorder, "step_done", real)
     directory = train(*extra)
     assert json.loads((directory / "tracking.json").read_text())[backend] == {"id": first["id"], "sent": 3}
     expected = [(line["round"], line["val"]["C-AP"]) for line in lines_of(directory)]

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks.flair.train import main
-from dataset.cli import run as run_command
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.tuning import Timed, Tuner
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core.test_workers import distance
 from tests.benchmarks.core.worker_runs import FAST, SMALL
-from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, results
+from tests.benchmarks.run_files import results
+from tests.benchmarks.sparing import run_into
 from tests.launching import command, run
 
 TUNED = ("--runtime.tune=true", "--runtime.threads=1")
@@ -70,10 +69,9 @@ def test_nothing_is_timed_on_a_cpu_that_was_not_asked_for(train: Train) -> None:
     ],
 )
 def test_where_nothing_may_be_timed_it_is_refused(
-    words: tuple[str, ...], refusal: str, train: Train, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], refusal: str, refused: Refused
 ) -> None:
-    train(*words, "--runtime.tune=true", code=2)
-    assert refusal in error_line(capsys)
+    refused(refusal, *words, "--runtime.tune=true")
 
 
 @pytest.mark.xdist_group("workers")
@@ -87,6 +85,4 @@ def test_workers_choose_the_same(mini_file: Path, tmp_path: Path, monkeypatch: p
     found: Any = json.loads((tmp_path / "two" / "results.json").read_text())["engine_choice"]
     assert len(found["seconds"]) >= 1
     assert len([line for line in output.splitlines() if line.startswith("engine: ")]) == 1
-    with sparingly():
-        assert run_command(main, [*words, f"--run_dir={tmp_path / 'one'}"]) == 0
-    assert distance(tmp_path / "one", tmp_path / "two", by_tensor=False) < 1e-4
+    assert distance(run_into(main, tmp_path / "one", *words), tmp_path / "two", by_tensor=False) < 1e-4

@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.experiment import build_model
-from benchmarks.core.federated import run_context, setup, train_federated, training_data
-from benchmarks.core.run_directory import RunDirectory
+from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.flair.config import parse
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.split import Wire
@@ -25,9 +24,19 @@ from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import Train, killed_at
-from tests.benchmarks.core.quadratics import CLASSES, SIDE, SIZES, SquaredError, Trace, Users, run_of, vector
-from tests.benchmarks.test_train import error_line, lines, results
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
+from tests.benchmarks.core.quadratics import (
+    CLASSES,
+    SIDE,
+    SIZES,
+    SquaredError,
+    Users,
+    classifier,
+    run_of,
+    trajectory,
+    vector,
+)
+from tests.benchmarks.run_files import lines, results
 
 TREE: Tree = {
     "augment": {"flip": "none"},
@@ -45,23 +54,7 @@ def module(parties: int) -> ImageClassifier:
             nn.Sequential(nn.Flatten(), nn.Linear(width, 5), nn.ReLU(inplace=True), nn.Linear(5, CLASSES))
             for _ in range(parties)
         ]
-    return ImageClassifier(
-        PartyNetworks(networks),
-        task=SquaredError(),
-        input_size=SIDE,
-        mean=(0, 0, 0),
-        std=(1, 1, 1),
-        exact_crops=True,
-    )
-
-
-def trajectory(run: AnyRun, parties: int, directory: Path) -> Any:
-    """``[rounds, P]`` by what production calls."""
-    files = RunDirectory(run, directory)
-    files.begin()
-    trace = Trace(files)
-    train_federated(run, Users(), Users(), module(parties), trace)
-    return np.stack(trace.seen)
+    return classifier(PartyNetworks(networks))
 
 
 def in_one_place(run: AnyRun, parties: int, dtype: torch.dtype) -> Any:
@@ -87,7 +80,7 @@ def in_one_place(run: AnyRun, parties: int, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("parties", [2, 4])
 def test_parties_are_one_network_in_one_place(parties: int, tmp_path: Path) -> None:
     run = run_of(TREE)
-    found = trajectory(run, parties, tmp_path)
+    found = trajectory(run, tmp_path, module(parties))
     assert (found == in_one_place(run, parties, torch.float32)).all()
     exact = in_one_place(run, parties, torch.float64)
     gaps = np.linalg.norm(found - exact, axis=1) / np.linalg.norm(exact, axis=1)
@@ -192,12 +185,7 @@ KEYS = (
 
 
 def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(train: Train, mini_file: Path) -> None:
-    whole = train(*KEYS, name="whole")
-    with killed_at(2):
-        directory = train(*KEYS, code=130)
-    train(*KEYS)
-    assert lines(directory) == lines(whole)
-    assert results(directory)["model_sha256"] == results(whole)["model_sha256"]
+    whole, _ = killed_and_resumed(train, 2, *KEYS)
     file = whole / "model.safetensors"
     kept = ("--model.pretrained=true", "--model.keep_head=true", f"--weights={file}")
     again = train(*KEYS, *kept, name="again")
@@ -233,11 +221,8 @@ def test_centralised_training_takes_the_same_network(train: Train) -> None:
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = vertical"),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(
-    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(*KEYS, *words, code=2)
-    assert message in error_line(capsys)
+def test_what_it_cannot_do_is_refused_in_one_line(words: list[str], message: str, refused: Refused) -> None:
+    refused(message, *KEYS, *words)
 
 
 def test_it_is_trained_in_one_process() -> None:

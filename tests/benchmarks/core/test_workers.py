@@ -20,10 +20,10 @@ from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
 from pfl_ext.checkpoint import MODEL
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import Refused
 from tests.benchmarks.core.worker_runs import LOST_BY, LOST_IN, ROUNDS, RUNS, SMALL
+from tests.benchmarks.run_files import last_checkpoint, lines
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line, lines
 from tests.launching import LAUNCHERS, command, environment, needs_horovod, run
 
 Job = tuple[Path, str]
@@ -55,7 +55,7 @@ def alone(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def parameters(directory: Path) -> dict[str, torch.Tensor]:
     """The model after the last round."""
-    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    tensors = last_checkpoint(directory)
     return {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
 
 
@@ -189,13 +189,11 @@ def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
     assert [line["round"] for line in lines(tmp_path / "run")] == list(range(ROUNDS + 1))
 
 
-def test_what_several_workers_cannot_do_is_refused(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_several_workers_cannot_do_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.core.execute.current", lambda: "others")
-    train("--config=c-r-17", code=2)
-    assert "centralised training runs in one process" in error_line(capsys)
+    refused("centralised training runs in one process", "--config=c-r-17")
     monkeypatch.undo()
     monkeypatch.setattr("benchmarks.core.federated.current", lambda: "others")
-    train("--federated.algorithm=fedgkt", name="fedgkt", code=2)
-    assert "fedgkt has one server, which trains in one process" in error_line(capsys)
+    refused(
+        "fedgkt has one server, which trains in one process", "--federated.algorithm=fedgkt", name="fedgkt"
+    )

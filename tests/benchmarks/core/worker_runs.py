@@ -34,7 +34,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
 from benchmarks.flair.train import main as train
 from dataset.cli import run as run_command
-from pfl_ext.data import federated_dataset
+from pfl_ext.data import federated_dataset, user_images
 from pfl_ext.privacy import banded, mechanisms
 from pfl_ext.workers.distributed import connected, current
 from tests.benchmarks.sparing import sparingly
@@ -84,7 +84,7 @@ class Notes:
 
     def install(self) -> None:
         """Once a process."""
-        noise, batches = mechanisms.gaussian_noise, federated_dataset.UserImages.iter
+        noise, batches = mechanisms.gaussian_noise, user_images.UserImages.iter
         set_round = federated_dataset.FederatedImageDataset.set_round
 
         def noted_noise(*words: Any, **more: Any) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Notes:
 
         banded.gaussian_noise = noted_noise  # type: ignore[attr-defined]
         federated_dataset.FederatedImageDataset.set_round = noted_round  # type: ignore
-        federated_dataset.UserImages.iter = noted_batches  # type: ignore
+        user_images.UserImages.iter = noted_batches  # type: ignore
 
 
 def main(data: Path, directory: Path) -> None:

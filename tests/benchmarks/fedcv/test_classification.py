@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.fedcv.classification.config import CLASSIFICATION, parse
 from benchmarks.fedcv.classification.train import main
-from dataset.cli import run
 from dataset.flair.mini import write_mini
 from tests.benchmarks.conftest import TINY
-from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.run_files import results
+from tests.benchmarks.sparing import run_into
 
 SMALL = ("--scale=mini", "--model.arch=lenet", "--data.image_size=20", "--model.input_size=20")
 ROUND = ("--federated.num_rounds=1", "--federated.cohort_size=3")
@@ -35,11 +34,8 @@ def small_run(name: str, folder: Path, to: str, *words: str) -> Path:
     data = folder / "classes.hdf5"
     if not data.exists():
         write_mini(data, replace(TINY, coarse_labels=1))
-    with sparingly(draw=False):
-        words = (*SMALL, *(EPOCH if name.endswith("-c") else ROUND), *words)
-        argv = [f"--config={name}", f"--data_path={data}", f"--run_dir={folder / to}", *words]
-        assert run(main, argv) == 0
-    return folder / to
+    words = (*SMALL, *(EPOCH if name.endswith("-c") else ROUND), *words)
+    return run_into(main, folder / to, f"--config={name}", f"--data_path={data}", *words)
 
 
 @pytest.mark.parametrize("name", ["cifar100-mobilenetv3-sfl-a0.1", "cifar100-efficientnet-c"])
@@ -47,7 +43,7 @@ def test_a_run_has_fedcvs_protocol_and_ends(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = small_run(name, tmp_path, "run")
-    found = json.loads((directory / "results.json").read_text())
+    found = results(directory)
     assert 2 < found["test"]["loss"] < 4  # log(17) is 2.8
     assert read_yaml(directory / "config.yaml")["augment"]["label_smoothing"] == 0.1
     assert "test, last model" in capsys.readouterr().out

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.detection.config import DETECTION, parse
 from benchmarks.fedcv.detection.train import FederatedDetection, main
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
-from dataset.cli import run
 from dataset.flair.mini_draw import COARSE_LABELS
 from dataset.flair.mini_outlines import boxed_index, masked_index, write_boxed, write_masked
 from dataset.store.annotations import CROWD, Boxes, Masks, offsets_of
@@ -26,8 +22,9 @@ from dataset.store.validate import validate
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks import detection_scores
 from pfl_ext.tasks.segmentation import Segmentation
-from tests.benchmarks.conftest import TINY, killed_at
-from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
+from tests.benchmarks.run_files import lines, results, weights
+from tests.benchmarks.sparing import run_into
 from tests.pfl_ext.tiny_detector import Tiny
 
 SPEC = replace(
@@ -59,7 +56,6 @@ SHORT = ("--federated.num_rounds=1", *RARE)
 PRIVATE = ("--recipe=private", "--federated.cohort_size=8", "--privacy.noise_seed=run")
 OTHERS = ("ssdlite", "fasterrcnn")
 """Detectors besides FCOS."""
-Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +70,8 @@ def train(boxes_file: Path, tmp_path: Path) -> Train:
     """Run the training command on the tiny data set; the run directory."""
 
     def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
-        with sparingly(draw):
-            words = [f"--data_path={boxes_file}", f"--run_dir={tmp_path / name}", *SMALL, *argv]
-            assert run(main, words) == code
-        return tmp_path / name
+        words = (f"--data_path={boxes_file}", *SMALL, *argv)
+        return run_into(main, tmp_path / name, *words, code=code, draw=draw)
 
     return call
 
@@ -88,15 +82,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
     for kind in OTHERS:
         monkeypatch.setitem(NETWORKS._things, f"tiny_{kind}", Tiny(kind))
-
-
-def results(directory: Path) -> Tree:
-    return dict(json.loads((directory / "results.json").read_text()))
-
-
-def weights(directory: Path) -> np.ndarray:
-    tensors = load_file(directory / "model.safetensors")
-    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 
 def test_a_run_leaves_scores_of_each_class_and_of_the_clients_and_pictures(
@@ -119,11 +104,8 @@ def test_a_run_leaves_scores_of_each_class_and_of_the_clients_and_pictures(
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:
-    whole = weights(train(*RARE, name="fast"))
+    whole = weights(killed_and_resumed(train, 1, *RARE)[0])
     stock = weights(train("--runtime.engine=stock", *RARE, name="stock"))
-    with killed_at(1):
-        train(*RARE, name="killed", code=130)
-    assert np.array_equal(weights(train(*RARE, name="killed")), whole)
     assert np.linalg.norm(stock - whole) <= 1e-5 * np.linalg.norm(whole)
 
 
@@ -132,11 +114,8 @@ def test_other_detectors_are_trained_by_both_engines_and_a_killed_run_goes_on_to
     train: Train, kind: str
 ) -> None:
     arch = (f"--model.arch=tiny_{kind}", *RARE)
-    directory = train(*arch, name="fast", draw=True)
+    directory, _ = killed_and_resumed(train, 1, *arch, draw=True)
     whole = weights(directory)
-    with killed_at(1):
-        train(*arch, name="killed", code=130)
-    assert np.array_equal(weights(train(*arch, name="killed")), whole)
     stock = weights(train(*arch, "--runtime.engine=stock", name="stock"))
     assert np.linalg.norm(stock - whole) <= 1e-4 * np.linalg.norm(whole)
     found = results(directory)
@@ -154,10 +133,9 @@ def test_other_detectors_are_trained_privately_centrally_and_by_other_algorithms
     assert "epsilon = 8" in json.loads((private / "privacy.json").read_text())["paragraph"]
     assert results(train("--recipe=scaffold", *SHORT, arch, name="scaffold"))["test"]["loss"] > 0
     kept = [word for word in SMALL if not word.startswith(("--local", "--federated", "--evaluation.every"))]
-    central = ["--recipe=centralised", *kept, "--centralised.num_epochs=1", arch]
-    with sparingly():
-        assert run(main, [f"--data_path={boxes_file}", *central, f"--run_dir={tmp_path / 'c'}"]) == 0
-    assert results(tmp_path / "c")["test"]["loss"] > 0
+    central = ("--recipe=centralised", *kept, "--centralised.num_epochs=1", arch)
+    directory = run_into(main, tmp_path / "c", f"--data_path={boxes_file}", *central)
+    assert results(directory)["test"]["loss"] > 0
 
 
 @pytest.mark.parametrize("recipe", ["fedprox", "fednova", "scaffold"])
@@ -167,20 +145,19 @@ def test_other_algorithms_train_detectors(train: Train, recipe: str) -> None:
 
 def test_a_detector_is_trained_centrally(boxes_file: Path, tmp_path: Path) -> None:
     kept = [word for word in SMALL if not word.startswith(("--local", "--federated", "--evaluation.every"))]
-    words = ["--centralised.num_epochs=1", "--runtime.engine=stock", f"--run_dir={tmp_path / 'c'}"]
-    with sparingly():
-        assert run(main, [f"--data_path={boxes_file}", "--recipe=centralised", *kept, *words]) == 0
-    assert results(tmp_path / "c")["test"]["loss"] > 0
+    words = ("--recipe=centralised", *kept, "--centralised.num_epochs=1", "--runtime.engine=stock")
+    directory = run_into(main, tmp_path / "c", f"--data_path={boxes_file}", *words)
+    assert results(directory)["test"]["loss"] > 0
 
 
 def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_val(train: Train) -> None:
     directory = train(*PRIVATE, *SHORT)
     assert "epsilon = 8" in json.loads((directory / "privacy.json").read_text())["paragraph"]
     tracked = train("--recipe=tracked+private", *PRIVATE[1:], *SHORT, name="tracked")
-    lines = [json.loads(line) for line in (tracked / "metrics.jsonl").read_text().splitlines()]
-    assert not any("val" in line for line in lines)
+    scored = lines(tracked)
+    assert not any("val" in line for line in scored)
     assert "val" not in results(tracked)
-    assert lines[-1]["tracked"]["mAP"] == pytest.approx(results(tracked)["test"]["mAP"], abs=1e-5)
+    assert scored[-1]["tracked"]["mAP"] == pytest.approx(results(tracked)["test"]["mAP"], abs=1e-5)
     assert np.array_equal(weights(tracked), weights(directory)), "what is scored changes no weight"
 
 
@@ -210,14 +187,8 @@ def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_va
         (["--model.arch=tiny_fasterrcnn", "--federated.algorithm=fed3r"], "ends in a convolution"),
     ],
 )
-def test_what_cannot_be_right_is_refused_in_one_line(
-    train: Train, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = train(*words, code=2)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert reason in line
-    assert not (directory / "config.yaml").exists()
+def test_what_cannot_be_right_is_refused_in_one_line(refused: Refused, words: list[str], reason: str) -> None:
+    assert not (refused(reason, *words) / "config.yaml").exists()
 
 
 def test_a_file_without_val_needs_a_share_or_follows_test(boxes_file: Path) -> None:

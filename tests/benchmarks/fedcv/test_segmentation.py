@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.numpy import load_file
 from torch import Tensor, nn
 
-from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, parse
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
 from benchmarks.flair.config import FLAIR
-from dataset.cli import run
 from dataset.flair.mini import draw_images, write_mini
 from dataset.flair.mini_outlines import CLASSES, masked_index, write_masked
 from dataset.store.annotations import Masks
@@ -30,8 +27,9 @@ from pfl_ext.models.decoders import Decoder, EncoderDecoder
 from pfl_ext.models.encoders import Encoder
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import TINY, killed_at
-from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
+from tests.benchmarks.run_files import results, weights
+from tests.benchmarks.sparing import run_into
 
 SPEC = replace(
     TINY, image_size=16, train_users=8, val_users=3, test_users=3, coarse_labels=1, num_fine_labels=17
@@ -55,7 +53,6 @@ LITE = (
     "--model.normalisation=efficientnet_lite",
     "--model.pretrained=true",
 )
-Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +67,8 @@ def train(masks_file: Path, tmp_path: Path) -> Train:
     """Run the training command on the tiny data set; the run directory."""
 
     def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
-        with sparingly(draw):
-            words = [f"--data_path={masks_file}", f"--run_dir={tmp_path / name}", *SMALL, *argv]
-            assert run(main, words) == code
-        return tmp_path / name
+        words = (f"--data_path={masks_file}", *SMALL, *argv)
+        return run_into(main, tmp_path / name, *words, code=code, draw=draw)
 
     return call
 
@@ -114,15 +109,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
 
 
-def results(directory: Path) -> Tree:
-    return dict(json.loads((directory / "results.json").read_text()))
-
-
-def weights(directory: Path) -> np.ndarray:
-    tensors = load_file(directory / "model.safetensors")
-    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
-
-
 def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
     found = results(train(draw=True, name="drawn"))
     known = [value for value in found["per_class_iou"].values() if value is not None]
@@ -152,11 +138,8 @@ def test_test_users_are_scored_one_by_one_if_asked_for(
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:
-    whole = weights(train(name="fast"))
+    whole = weights(killed_and_resumed(train, 1)[0])
     stock = weights(train("--runtime.engine=stock", name="stock"))
-    with killed_at(1):
-        train(name="killed", code=130)
-    assert np.array_equal(weights(train(name="killed")), whole)
     assert np.linalg.norm(stock - whole) <= 1e-5 * np.linalg.norm(whole)
 
 
@@ -191,14 +174,8 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused_in_one_line(
-    train: Train, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = train(*words, code=2)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert reason in line
-    assert not (directory / "config.yaml").exists()
+def test_what_cannot_be_right_is_refused_in_one_line(refused: Refused, words: list[str], reason: str) -> None:
+    assert not (refused(reason, *words) / "config.yaml").exists()
 
 
 def test_a_file_without_val_needs_a_share(tmp_path: Path, masks_file: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from benchmarks.published.opacus_work import Work, read
 from benchmarks.published.rows import read_row
 from benchmarks.visual_classification.train import main as train
 from dataset.cli import run as run_command
-from dataset.flair.mini import write_mini
-from tests.benchmarks.conftest import TINY
+from tests.benchmarks.run_files import error_line
 from tests.benchmarks.sparing import sparingly
-from tests.benchmarks.test_train import error_line
 
 IMAGES = 58
 WORDS = (
@@ -36,16 +33,8 @@ WORDS = (
 )
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dozen users' images of one class each."""
-    path = tmp_path_factory.mktemp("data") / "classes.hdf5"
-    write_mini(path, replace(TINY, coarse_labels=1))
-    return path
-
-
 def test_opacus_gets_our_features_first_weights_and_training(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    classes_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handed: list[tuple[Work, float]] = []
 
@@ -62,7 +51,13 @@ def test_opacus_gets_our_features_first_weights_and_training(
 
     monkeypatch.setattr(opacus_peer, "trained_by", pretended)
     output = tmp_path / "new" / "o.json"
-    command = ["--seed=3", f"--data_path={file}", f"--opacus={sys.executable}", f"--output={output}", *WORDS]
+    command = [
+        "--seed=3",
+        f"--data_path={classes_file}",
+        f"--opacus={sys.executable}",
+        f"--output={output}",
+        *WORDS,
+    ]
     with sparingly(False):
         assert run_command(opacus_peer.main, command) == 0
     (work, loss) = handed[0]
@@ -80,7 +75,7 @@ def test_opacus_gets_our_features_first_weights_and_training(
 
     row = read_row("scatternet-linear").words(3)
     run = tmp_path / "run"
-    words = [*row, *WORDS, f"--data_path={file}", f"--run_dir={run}", "--runtime.progress=false"]
+    words = [*row, *WORDS, f"--data_path={classes_file}", f"--run_dir={run}", "--runtime.progress=false"]
     with sparingly(False):
         assert run_command(train, words) == 0
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
@@ -103,10 +98,10 @@ def test_opacus_gets_our_features_first_weights_and_training(
     ],
 )
 def test_what_is_not_dp_sgd_on_single_images_is_one_line(
-    words: list[str], named: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], named: str, classes_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more: Any = [] if words[0].startswith("--row") else [w for w in WORDS if not words[0].startswith(w[:12])]
-    common = [f"--data_path={file}", f"--opacus={sys.executable}", f"--output={tmp_path / 'o.json'}"]
+    common = [f"--data_path={classes_file}", f"--opacus={sys.executable}", f"--output={tmp_path / 'o.json'}"]
     with sparingly(False):
         assert run_command(opacus_peer.main, [*common, *more, *words]) == 2
     assert named in error_line(capsys)

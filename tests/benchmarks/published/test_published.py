@@ -238,7 +238,7 @@ def test_the_protocol_of_fedrep() -> None:
         assert (model.arch, model.init, model.normalisation) == ("fedrep_cnn", "torchvision", "imagenet")
         assert (augment.crop, augment.padding, augment.flip) == ("padded", "zero", "horizontal")
         assert config.data.partition == "shards-2-clients-100-seed-3"
-    options = own.federated.options
+    options = own.federated.options or {}
     assert (options["personal"], options["personal_epochs"], options["tune_epochs"]) == ("head", 10, 10)
     assert own.federated.algorithm == "fedrep"
     assert shared.evaluation.every_rounds == 1

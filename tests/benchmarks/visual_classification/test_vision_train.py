@@ -3,80 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from benchmarks.core.clients import drawn_partition
-from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
 from benchmarks.visual_classification.curves import read_finished
-from benchmarks.visual_classification.train import VisualClassification, main
-from dataset.cli import run
-from dataset.flair.mini import write_mini
+from benchmarks.visual_classification.train import VisualClassification
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import TAXONOMIES, DatasetIndex
 from dataset.store.views import SingleLabelView
-from dataset.store.writer import DataWriter
-from tests.benchmarks.conftest import TINY, train_into
+from tests.benchmarks.conftest import Refused, Train, train_into
 from tests.benchmarks.moved import LUCK, inexact
-from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.run_files import lines, results, weights
 from tests.pfl_ext.engine.cpu.roundings import rounding
-
-COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
-SMALL = (
-    *COMMON,
-    "--federated.num_rounds=2",
-    "--federated.cohort_size=4",
-    "--local.batch_size=4",
-    "--local.learning_rate=0.05",
-    "--evaluation.every_rounds=1",
-)
-CENTRAL = (*COMMON, "--centralised.num_epochs=2")
-Train = Callable[..., Path]
-
-
-@pytest.fixture(scope="session")
-def classes_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mini data set of a dozen users, one label an image."""
-    path = tmp_path_factory.mktemp("data") / "classes.hdf5"
-    write_mini(path, replace(TINY, coarse_labels=1))
-    return path
 
 
 @pytest.fixture
-def train(classes_file: Path, tmp_path: Path) -> Train:
-    """Run the training command on the tiny data set; the run directory."""
-
-    def call(
-        *argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0, draw: bool = False
-    ) -> Path:
-        directory = tmp_path / name
-        small = CENTRAL if config.endswith("centralised") else SMALL
-        words = [f"--config={config}", f"--data_path={classes_file}", f"--run_dir={directory}", *small, *argv]
-        with sparingly(draw):
-            assert run(main, words) == code
-        return directory
-
-    return call
-
-
-def results(directory: Path) -> Tree:
-    return dict(json.loads((directory / "results.json").read_text()))
-
-
-def lines(directory: Path) -> list[Tree]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(directory: Path) -> np.ndarray:
-    tensors = load_file(directory / "model.safetensors")
-    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+def train(vision: Train) -> Train:
+    return vision
 
 
 @pytest.mark.parametrize("mode", ["federated", "centralised"])
@@ -162,14 +109,8 @@ def test_centralised_training_is_scored_alike(train: Train) -> None:
     assert set(outcome["test"]) == {"loss", "accuracy", "C-accuracy"}
 
 
-def test_an_unknown_partition_is_refused_in_one_line(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train("--data.partition=alpha-9", code=2)
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "alpha-9" in error
-    assert error.count("\n") == 1
+def test_an_unknown_partition_is_refused_in_one_line(refused: Refused) -> None:
+    refused("alpha-9", "--data.partition=alpha-9")
 
 
 def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) -> None:
@@ -199,22 +140,6 @@ def test_private_training_refuses_what_its_accounting_does_not_cover(words: list
         parse(["--config=pfl-r-17", *words])
 
 
-@pytest.fixture(scope="session")
-def file_without_val(tmp_path_factory: pytest.TempPathFactory, classes_file: Path) -> Path:
-    """The tiny data set as CIFAR's files are: with train and test only."""
-    path = tmp_path_factory.mktemp("data") / "without-val.hdf5"
-    with DataFile(classes_file) as file:
-        splits = {name: file.split(name) for name in ("train", "test")}
-        index = DatasetIndex(splits, {name: file.label_mapping(name) for name in TAXONOMIES}, {})
-        size = file.image_size
-        assert size is not None
-        with DataWriter(path, index, storage="raw", image_size=size) as writer:
-            for name, split in splits.items():
-                rows = np.arange(split.num_images)
-                writer.write(name, rows, file.read_images(name, rows, size))
-    return path
-
-
 def test_a_val_carved_from_train_chooses_the_model(
     train: Train, file_without_val: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,12 +167,8 @@ def test_a_val_carved_from_train_chooses_the_model(
         (["--data.scored=train"], "data.scored"),
     ],
 )
-def test_what_would_choose_by_test_is_refused(
-    train: Train, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert not train(*words, code=2).exists()
-    error = capsys.readouterr().err
-    assert (error.startswith("error: "), error.count("\n"), said in error) == (True, 1, True)
+def test_what_would_choose_by_test_is_refused(refused: Refused, words: list[str], said: str) -> None:
+    assert not refused(said, *words).exists()
 
 
 def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path: Path) -> None:
@@ -262,13 +183,9 @@ def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path:
             read_sweep(str(other))
 
 
-def test_the_best_is_not_chosen_by_what_is_not_scored(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train("--evaluation.best_by=C-AP", "--data.scored=val", code=2)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert error.endswith("evaluation.best_by is 'C-AP': input should be 'loss', 'accuracy' or 'last'")
+def test_the_best_is_not_chosen_by_what_is_not_scored(refused: Refused) -> None:
+    message = "evaluation.best_by is 'C-AP': input should be 'loss', 'accuracy' or 'last'"
+    refused(message, "--evaluation.best_by=C-AP", "--data.scored=val")
 
 
 def test_a_public_private_run_tells_no_facts_of_its_partition(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.dataset.convert.made_sources import (
     write_listed,
 )
 from tests.dataset.convert.refused import refused
+from tests.dataset.drawn import png_of
 
 OUT = "--output_file=out.hdf5 --workers=1"
 LISTED = f"folder --images=own/images --labels=own/labels.csv {OUT}"
@@ -77,15 +77,7 @@ def linked_folder() -> None:
 
 def bomb() -> bytes:
     """A PNG of 30,000 x 30,000 pixels in a kilobyte."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-        )
-
-    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    data = zlib.compress(b"\0" * 1000)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return png_of(struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0), b"\0" * 1000)
 
 
 LINE = "own/labels.csv, line 6"  # of image 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from dataset.arrays import ByteArray
 from dataset.cityscapes import download_preprocess as cityscapes
@@ -24,7 +22,7 @@ from dataset.fetch.annotated import Reading
 from dataset.store.annotations import VOID, Masks, read_mask
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
-from tests.dataset.drawn import SIDE, draw
+from tests.dataset.drawn import SIDE, draw, png
 from tests.dataset.fetch.made_layouts import (
     LAYOUTS,
     TEST,
@@ -52,12 +50,6 @@ SCENES_OF = {
 MASK = "_gtFine_labelIds.png"
 FIRST = "gtFine/train/aachen/aachen_000000_000019" + MASK
 IMAGE = "leftImg8bit/train/aachen/aachen_000000_000019_leftImg8bit.png"
-
-
-def png(pixels: ByteArray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def label_ids(number: int) -> ByteArray:

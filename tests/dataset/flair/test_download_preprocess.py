@@ -30,6 +30,7 @@ from dataset.store.validate import main as describe
 from tests.dataset.drawn import (
     Record,
     assert_paired,
+    content_hash,
     number_in,
     records,
     write_archives,
@@ -55,11 +56,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     return lines[0]
-
-
-def content_hash(path: Path) -> str:
-    with h5py.File(path) as file:
-        return str(file.attrs["content_sha256"])
 
 
 @pytest.mark.parametrize("storage", ["jpeg", "raw"])

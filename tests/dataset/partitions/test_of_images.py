@@ -25,8 +25,8 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
 from dataset.store.validate import main as describe
 from dataset.store.views import LabelSetView, SingleLabelView
-from tests.dataset.drawn import label_rows
-from tests.dataset.store.test_annotations import png, source
+from tests.dataset.drawn import label_rows, png
+from tests.dataset.store.test_annotations import source
 
 CLASSES = [BACKGROUND, "ape", "bee", "cow"]
 SIDE = 8

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import shutil
 import signal
 import struct
 import tracemalloc
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +31,7 @@ from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
 from dataset.store.validate import describe, main, validate
 from dataset.store.writer import DataWriter
+from tests.dataset.drawn import png, png_of
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
 KINDS: dict[str, Kind] = {"tags": "label set", "kind": "class", "mask": "mask", "objects": "boxes"}
@@ -41,23 +40,10 @@ SIZES = {"a0": (12, 20), "a1": (30, 16), "b0": (16, 16), "b1": (40, 8), "c0": (9
 """Height and width of each image; its user is the first letter, c is of val."""
 
 
-def png(mask: ByteArray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(mask).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def grey_of_4_bits(height: int, width: int) -> bytes:
-    """A PNG whose numbers Pillow multiplies by 17; it writes none itself."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-        )
-
+    """A PNG whose numbers Pillow multiplies by 17."""
     header = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
-    lines = zlib.compress((b"\0" + b"\x01" * (width // 2)) * height)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
+    return png_of(header, (b"\0" + b"\x01" * (width // 2)) * height)
 
 
 def mask_of(image_id: str) -> ByteArray:

@@ -31,7 +31,7 @@ from dataset.store.images import decode, jpeg_size, resize
 from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex
 from dataset.store.native import Storage, opened
 from dataset.store.writer import DataWriter
-from tests.dataset.drawn import draw, jpeg, label_rows, number_in
+from tests.dataset.drawn import content_hash, draw, jpeg, label_rows, number_in
 
 COUNTS = (2, 1, 4)
 
@@ -150,18 +150,14 @@ def test_the_order_of_writing_leaves_no_trace(tmp_path: Path, order: list[int], 
 
 
 def test_the_content_hash_is_of_the_data_and_not_of_its_provenance(tmp_path: Path) -> None:
-    def content(path: Path) -> str:
-        with h5py.File(path) as file:
-            return str(file.attrs["content_sha256"])
-
-    first = content(write(tmp_path / "1.hdf5", "jpeg"))
-    assert content(write(tmp_path / "2.hdf5", "jpeg", provenance={"created": "later"})) == first
+    first = content_hash(write(tmp_path / "1.hdf5", "jpeg"))
+    assert content_hash(write(tmp_path / "2.hdf5", "jpeg", provenance={"created": "later"})) == first
     other = {
         "train": replace(split_index(), image_ids=[str(7 + i) for i in range(7)]),
         "val": split_index(("d", "é")),
     }
-    assert content(write(tmp_path / "3.hdf5", "jpeg", splits=other)) != first
-    assert content(write(tmp_path / "4.hdf5", "raw")) != first
+    assert content_hash(write(tmp_path / "3.hdf5", "jpeg", splits=other)) != first
+    assert content_hash(write(tmp_path / "4.hdf5", "raw")) != first
 
 
 def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from dataset.journal import Journal
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import Transcoding, decode, orientation, other_format, to_jpeg, to_pixels
 from dataset.store.validate import validate
-from tests.dataset.drawn import SIDE, Record, assert_paired, draw, records, write_parquet
+from tests.dataset.drawn import SIDE, Record, assert_paired, draw, png, records, write_parquet
 
 Make = Callable[[ByteArray], bytes]
 
@@ -34,10 +34,6 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def png(pixels: ByteArray) -> bytes:
-    return saved(Image.fromarray(pixels), "PNG")
 
 
 def palette(pixels: ByteArray) -> bytes:

@@ -81,10 +81,12 @@ def test_users_who_never_took_part_have_the_first_vector_and_no_room(tmp_path: P
 
 def test_the_spread_over_users() -> None:
     values = np.array([*range(21), np.nan], float)
-    of_20 = spread(values)
+    of_20 = spread(values, np.arange(22))
     assert of_20["n"] == 21
     assert of_20["mean"] == 10
     assert of_20["std"] == pytest.approx(np.sqrt((21**2 - 1) / 12), abs=1e-4)
     assert (of_20["lowest decile"], of_20["highest decile"]) == (1, 19), "three users each"
-    assert spread(np.array([4.0, 2.0]))["lowest decile"] == 2, "of few users it is the lowest one"
-    assert spread(np.array([np.nan])) == {"n": 0}
+    assert spread(np.array([4.0, 2.0]), np.array([1, 1]))["lowest decile"] == 2, (
+        "of few users it is the lowest one"
+    )
+    assert spread(np.array([np.nan]), np.array([1])) == {"n": 0}

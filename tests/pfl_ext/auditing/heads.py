@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from dataset.arrays import FloatArray, IntArray
 from pfl_ext.auditing.bounds import Trials
 from pfl_ext.auditing.canaries import Directions, Game, Release, attacks
-from pfl_ext.data.federated_dataset import Annotations, ImageStore
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.user_images import Annotations
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier

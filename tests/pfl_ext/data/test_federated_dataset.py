@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset.arrays import IntArray
-from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages, iid_partition, natural_partition
+from pfl_ext.data.federated_dataset import FederatedImageDataset, iid_partition, natural_partition
 from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import stream
 from tests.pfl_ext.samplings import local_sampling

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import BatchConfig
 from pfl_ext.devices.config import DevicesConfig
-from pfl_ext.devices.fleet import Fleet, Sent
+from pfl_ext.devices.fleet import Fleet, Traffic
 from pfl_ext.devices.traces import Availability, read_capacities, sha256_of
 from pfl_ext.devices.turnout import Turnout, Turnouts
 from pfl_ext.randomness import stream
@@ -24,7 +24,7 @@ CLASSES = {
     "fast": {"share": 0.7, "ms_per_sample": 10, "kbps_up": 1000, "kbps_down": 4000},
     "slow": {"share": 0.3, "ms_per_sample": 50, "kbps_up": 500, "kbps_down": 1000},
 }
-SENT = Sent(down=25_000, up=12_500)
+SENT = Traffic(down=25_000, up=12_500)
 
 
 def data(**sampling: Any) -> FederatedImageDataset:
@@ -47,7 +47,7 @@ def test_seconds_are_those_of_fedscales_formula(tmp_path: Path) -> None:
     path = tmp_path / "capacities.csv"
     path.write_text("client,ms_per_sample,kbps_up,kbps_down\nb,20,100,400\na,10,50,50\n")
     fleet = Fleet(DevicesConfig(capacities=str(path)), ["a", "b"], seed=0)
-    found = fleet.seconds(np.array([0, 1]), np.array([32 * 5, 32 * 5]), Sent(25_000, 25_000))
+    found = fleet.seconds(np.array([0, 1]), np.array([32 * 5, 32 * 5]), Traffic(25_000, 25_000))
     assert found == pytest.approx([3 * 32 * 5 * 10 / 1000 + (200 + 200) / 50, 9.6 + 0.5 + 2.0])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
@@ -25,6 +27,24 @@ compiled = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler here")
 with_halves = pytest.mark.skipif(
     KERNELS is None or not KERNELS.has_halves, reason="this processor does no arithmetic with half floats"
 )
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within, torch has so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def with_drawn_weights(net: nn.Module) -> nn.Module:
+    """The network itself, with weights far from 0."""
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, 0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    return net
 
 
 def relative(ours: Tensor | None, theirs: Tensor) -> float:

@@ -14,9 +14,17 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.depthwise import Depthwise
-from pfl_ext.engine.cpu.kernels import CpuKernels, Form
+from pfl_ext.engine.cpu.kernels import Form
 from pfl_ext.engine.cpu.layers import CpuLayers
-from tests.pfl_ext.engine.cpu.roundings import BFLOAT16, KERNELS, compiled, relative, rounding
+from tests.pfl_ext.engine.cpu.roundings import (
+    BFLOAT16,
+    KERNELS,
+    compiled,
+    relative,
+    rounding,
+    threads,
+    with_drawn_weights,
+)
 from tests.pfl_ext.engine.setting import Setting, distance, rounding_of
 
 
@@ -29,7 +37,7 @@ from tests.pfl_ext.engine.setting import Setting, distance, rounding_of
     stride=st.integers(1, 3),
     padding=st.tuples(*[st.integers(0, 4)] * 2),
     whole=st.booleans(),
-    threads=st.sampled_from([1, 2]),
+    count=st.sampled_from([1, 2]),
 )
 def test_the_gradients_of_the_weights_are_torchs(
     n: int,
@@ -38,7 +46,7 @@ def test_the_gradients_of_the_weights_are_torchs(
     stride: int,
     padding: tuple[int, int],
     whole: bool,
-    threads: int,
+    count: int,
 ) -> None:
     """To the bit of whole numbers, whose sums nothing rounds."""
     assert KERNELS is not None
@@ -54,12 +62,8 @@ def test_the_gradients_of_the_weights_are_torchs(
         y = F.conv2d(x.double(), leaf, None, stride, padding, groups=channels)
         e = drawn(*y.shape)
         (theirs,) = torch.autograd.grad(y, leaf, e.double())
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         ours = KERNELS.depthwise_weights(x, e, Form(5, 5, stride, *padding))
-    finally:
-        torch.set_num_threads(before)
     if whole:
         assert torch.equal(ours.double(), theirs)
     assert relative(ours, theirs) <= rounding(e[0, 0].numel() * n)
@@ -76,23 +80,13 @@ def deep_backbone() -> nn.Module:
         nn.Flatten(),
         nn.Linear(16 * 4 * 5, 5),
     )
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, 0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
-    return net
+    return with_drawn_weights(net)
 
 
 @compiled
 @pytest.mark.parametrize("clipping", ["none", "global", "variable"])
-def test_a_cohort_is_that_of_pfls_loop(clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cohort_is_that_of_pfls_loop(clipping: str, calls: list[str]) -> None:
     """Some users have one step, whose gradients come out of one pass, and others several."""
-    calls: list[str] = []
-    call = CpuKernels.call
-
-    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
-        calls.append(name)
-        call(self, name, *rest)
-
-    monkeypatch.setattr(CpuKernels, "call", counted)
     more: dict[str, Any] = {} if clipping == "none" else {"clipping": clipping, "max_norm": 0.3}
     setting = Setting([1, 2, 9, 5], learning_rate=0.05, backbone=deep_backbone, **more)
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -32,16 +32,9 @@ from tests.pfl_ext.engine.cpu.roundings import (
     relative,
     rounding,
     roundings_of,
+    threads,
     with_halves,
 )
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """As many torch threads afterwards as before."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @compiled
@@ -72,10 +65,8 @@ def test_a_convolution_and_its_gradients_are_torchs(
     form = fitting(kernel, size, stride, padding)
     x, weight, e = drawn(n, size, channels, form)
     y, dx, dw = exact(x, weight, e, form)
-    before, threads = cpu_kernels.WEIGHTS, torch.get_num_threads()
-    cpu_kernels.WEIGHTS = -1e12 if winograd else 1e12
-    torch.set_num_threads(count)
-    try:
+    by = -1e12 if winograd else 1e12
+    with mock.patch.object(cpu_kernels, "WEIGHTS", by), threads(count):
         margins = roundings_of(x, e, form, winograd)
         assert relative(KERNELS.convolution(x, weight, form), y) < margins[0]
         ours = KERNELS.convolution_backward(x, e, weight, form, (True, True))
@@ -83,9 +74,6 @@ def test_a_convolution_and_its_gradients_are_torchs(
         assert relative(ours[1], dw) < margins[2]
         only_x = KERNELS.convolution_backward(x, e, weight, form, (True, False))
         only_w = KERNELS.convolution_backward(x, e, weight, form, (False, True))
-    finally:
-        cpu_kernels.WEIGHTS = before
-        torch.set_num_threads(threads)
     assert only_x[1] is None
     assert only_w[0] is None
     assert only_x[0] is not None
@@ -134,17 +122,13 @@ def test_a_convolution_of_few_channels_and_what_follows_it_are_torchs(
         theirs = F.max_pool2d(theirs, 2) if after.pool else theirs
         e = whole(*theirs.shape)
         gradients = torch.autograd.grad(theirs, leaves, e.double())
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+    with threads(count):
         images = lay_out(KERNELS, x).permute(3, 0, 1, 2)[:n] if laid else x
         ours, kept = few_channels(KERNELS, images, weight, shift, padding, after)
         signals = lay_out(KERNELS, e).permute(3, 0, 1, 2)[:n] if laid else e
         found = few_channels_backward(KERNELS, signals, weight, padding, after, kept, (True, True))
         only_x = few_channels_backward(KERNELS, signals, weight, padding, after, kept, (True, False))
         only_w = few_channels_backward(KERNELS, signals, weight, padding, after, kept, (False, True))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(ours.double(), theirs)
     for mine, right in zip(found, gradients):
         assert mine is not None
@@ -205,9 +189,7 @@ def test_of_bfloat16_images_of_any_size_a_convolution_is_near_torchs(
     winograd = way == "Winograd"
     margins = [half_rounding(depth, winograd) for depth in (channels[0], channels[1], x[:, 0].numel())]
     in_float32 = roundings_of(x, e, form)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(count)
-    with pytest.MonkeyPatch.context() as patch:
+    with threads(count), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "WEIGHTS", -1e12 if winograd else 1e12)
         patch.setattr(Form, "halves_pay", lambda *_: True)
         out = KERNELS.convolution(x, weight, form)
@@ -215,7 +197,6 @@ def test_of_bfloat16_images_of_any_size_a_convolution_is_near_torchs(
         patch.setattr(Form, "halves_pay", lambda *_: False)
         plain = KERNELS.convolution(x, weight, form)
         in_floats = KERNELS.convolution_backward(x, e, weight, form, (True, True))
-    torch.set_num_threads(threads)
     assert out.dtype == plain.dtype == torch.bfloat16
     assert relative(out, y) < margins[0] + STORED
     assert relative(plain, y) < in_float32[0] + STORED
@@ -263,11 +244,9 @@ def test_what_shares_a_vector_of_half_floats_does_not_share_its_numbers(stride: 
     e = torch.randn(3, 32, *form.output(12, 12), generator=draw).bfloat16()
     e[:2] = 0
     y = exact(x, weight, e, form)[0]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    out = KERNELS.convolution(x, weight, form)
-    found = KERNELS.convolution_backward(x, e, weight, form, (False, True))[1]
-    torch.set_num_threads(threads)
+    with threads(1):
+        out = KERNELS.convolution(x, weight, form)
+        found = KERNELS.convolution_backward(x, e, weight, form, (False, True))[1]
     assert relative(out[:2], y[:2]) < half_rounding(32, stride == 1) + STORED
     assert out.isfinite().all()
     assert found is not None
@@ -373,11 +352,10 @@ def test_without_memory_a_layer_says_so_and_the_process_lives(count: str) -> Non
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_stay_so(threads: None, odd: float, dtype: torch.dtype) -> None:
+def test_numbers_that_are_not_finite_stay_so(odd: float, dtype: torch.dtype) -> None:
     assert KERNELS is not None
     if dtype == torch.bfloat16 and not KERNELS.has_halves:
         pytest.skip("this processor does no arithmetic with half floats")
-    torch.set_num_threads(1)
     x = torch.ones(2, 32, 8, 8, dtype=dtype)
     x[0, 0, 3, 3] = odd
     weight = torch.ones(32, 32, 3, 3)

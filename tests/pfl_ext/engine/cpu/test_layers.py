@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from pfl_ext.data.transforms import CROP_COLUMNS, KEY_COLUMNS
 from pfl_ext.engine.cpu import kernels as cpu_kernels
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32, described
 from pfl_ext.engine.cpu.convolutions import Convolution, FewChannels
-from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import CpuLayers, GroupNorm, kernels_for
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
@@ -26,6 +24,7 @@ from tests.pfl_ext.engine.cpu.roundings import (
     WINOGRAD,
     compiled,
     relative,
+    with_drawn_weights,
     with_halves,
 )
 from tests.pfl_ext.engine.setting import (
@@ -281,17 +280,9 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
     ids=str,
 )
 def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
-    lanes: int, more: dict[str, float], winograd: bool, monkeypatch: pytest.MonkeyPatch
+    lanes: int, more: dict[str, float], winograd: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "WEIGHTS", -1e12 if winograd else 1e12)
-    calls: list[str] = []
-    call = CpuKernels.call
-
-    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
-        calls.append(name)
-        call(self, name, *rest)
-
-    monkeypatch.setattr(CpuKernels, "call", counted)
     setting = Setting([1, 2, 9, 5], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
     for name, value in more.items():
         setattr(setting, name, value)
@@ -318,24 +309,14 @@ def narrow_backbone() -> nn.Module:
         nn.Flatten(),
         nn.Linear(28, 5),
     )
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, 0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
-    return net
+    return with_drawn_weights(net)
 
 
 @compiled
 @pytest.mark.parametrize("clipping", ["none", "global", "variable"])
 def test_a_cohort_trained_by_convolutions_of_few_channels_is_that_of_pfls_loop(
-    clipping: str, monkeypatch: pytest.MonkeyPatch
+    clipping: str, calls: list[str]
 ) -> None:
-    calls: list[str] = []
-    call = CpuKernels.call
-
-    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
-        calls.append(name)
-        call(self, name, *rest)
-
-    monkeypatch.setattr(CpuKernels, "call", counted)
     setting = Setting([1, 2, 9, 5, 20], learning_rate=0.1, backbone=narrow_backbone, momentum=0.6)
     setting.clipping, setting.max_norm = clipping, 0.3
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from pfl_ext.engine.cpu.narrow import first, first_backward, pooled, pooled_back
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.dropout import KeyedDropout, dropping
 from pfl_ext.tasks.single_label import SingleLabel
-from tests.pfl_ext.engine.cpu.roundings import KERNELS, UNIT, compiled, relative
+from tests.pfl_ext.engine.cpu.roundings import KERNELS, UNIT, compiled, relative, threads, with_drawn_weights
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, drawn, rounding_of
 from tests.pfl_ext.samplings import local_sampling
 
@@ -55,16 +54,6 @@ def convolved(
         y = F.max_pool2d(y, 2) if pool else y
         e = whole(draw, *y.shape)
         return y.detach(), e, torch.autograd.grad(y, exact, e.double())
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 KERNEL = st.tuples(*[st.integers(1, 6)] * 2)
@@ -298,10 +287,7 @@ class Twice(nn.Module):
 
 
 def twice() -> nn.Module:
-    net = Twice()
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, 0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
-    return net
+    return with_drawn_weights(Twice())
 
 
 BACKBONES: dict[str, Callable[[], nn.Module]] = {"dropping": dropping_backbone, "twice": twice}
