@@ -8,6 +8,7 @@ configs that make the same run are equal, and have the same digest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple, get_args, get_type_hints
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
@@ -104,8 +105,14 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle(keys, "model.pretrained is false", "set model.pretrained to true")
 
 
+@cache
+def _schedules(kind: type[ScheduleConfig]) -> tuple[str, ...]:
+    """The names of a section's schedules."""
+    return get_args(get_type_hints(kind)["schedule"])
+
+
 def _idle_in_schedule(section: str, chosen: ScheduleConfig) -> Iterator[Idle]:
-    known = get_args(get_type_hints(type(chosen))["schedule"])
+    known = _schedules(type(chosen))
     for key, schedules in READ_BY.items():
         if chosen.schedule not in schedules:
             readers = " or ".join(name for name in schedules if name in known)
