@@ -1,15 +1,14 @@
 """Runs of the training command without what most tests do not look at, in a third of the CPU time.
 
 Half of a small run's time goes into pictures, and a quarter into other processes whose answer stays the same:
-whether the HDF5 library survives the data file, and what git says of this checkout. A quarter of the rest goes
-into two checks: of the data file's checksums, and of the compiled layers against torch's.
+whether the HDF5 library survives the data file, and what git says of this checkout. Then a seventh goes into
+the data file's checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -19,9 +18,6 @@ from benchmarks.core.code_version import commit
 from benchmarks.reporting import pictures, plots
 from dataset.store.probe import probe
 from dataset.store.validate import check_columns
-from pfl_ext.engine.cpu import layers
-from pfl_ext.engine.cpu.check import checked
-from pfl_ext.engine.cpu.kernels import CpuKernels
 
 PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars")
 """What `plots` draws of a run."""
@@ -43,16 +39,6 @@ def once_changed(look: Callable[[Path], None]) -> Callable[[Path], None]:
     return call
 
 
-@functools.cache
-def _checked_once(*_: str | None) -> CpuKernels:
-    return checked()
-
-
-def kernels_once() -> CpuKernels:
-    """As `checked`, but once for each compiler and place."""
-    return _checked_once(os.environ.get("CXX"), os.environ.get("XDG_CACHE_HOME"), os.environ["PATH"])
-
-
 probe_changed, columns_changed = once_changed(probe), once_changed(check_columns)
 commit_once = functools.cache(commit)
 
@@ -64,7 +50,6 @@ def sparingly(draw: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.object(execute, "probe", probe_changed))
         stack.enter_context(mock.patch.object(execute, "check_columns", columns_changed))
         stack.enter_context(mock.patch.object(execute, "commit", commit_once))
-        stack.enter_context(mock.patch.object(layers, "checked", kernels_once))
         for module, names in () if draw else ((plots, PICTURES), (pictures, OF_IMAGES)):
             for name in names:
                 spared = mock.create_autospec(getattr(module, name))
