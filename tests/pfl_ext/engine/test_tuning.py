@@ -72,10 +72,16 @@ def plainly() -> tuple[dict[str, torch.Tensor], float]:
     return theirs, rounding_of(Setting(SIZES))
 
 
-def tuned(patch: pytest.MonkeyPatch, folder: Path, seconds: dict[Arrangement, float], **more: Any) -> Any:
+def tuned(
+    patch: pytest.MonkeyPatch,
+    folder: Path,
+    seconds: dict[Arrangement, float],
+    sizes: list[int] = SIZES,
+    **more: Any,
+) -> Any:
     clock = Timed(patch, seconds)
     tuner = Tuner(folder, kept=folder / "kept", clock=clock.clock)
-    update, *_ = Setting(SIZES, tuner=tuner, **more).run(True)
+    update, *_ = Setting(sizes, tuner=tuner, **more).run(True)
     patch.undo()
     return tuner.outcome, clock.tried, update
 
@@ -315,7 +321,7 @@ def test_a_card_gets_another_number_of_lanes(tmp_path: Path, monkeypatch: pytest
     gc.collect()
     with card():
         outcome, *_ = tuned(
-            monkeypatch, tmp_path, seconds, sampling=local_sampling(input_size=10, batch_size=1)
+            monkeypatch, tmp_path, seconds, [1, 2, 1, 1], sampling=local_sampling(input_size=10, batch_size=1)
         )
     assert (outcome["lanes"], outcome["fuse"], outcome["device"]) == (1, False, "H200 that is not there")
     assert [s["lanes"] for s in outcome["seconds"]] == [2, 4, 1]
