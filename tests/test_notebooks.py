@@ -60,6 +60,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", execute.NAMES)
 def test_every_cell_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_ROUNDS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "data").symlink_to(data)
     check_outputs(execute.executed(name, tmp_path), name)
     assert len(list(tmp_path.glob("runs/*/results.json"))) == TRAINED[name]
