@@ -25,7 +25,7 @@ class Seen:
 
     page: Any
     width: int
-    """Of the window, in pixels."""
+    """The window's, in pixels."""
     scheme: str
     requests: list[str]
     messages: list[str]

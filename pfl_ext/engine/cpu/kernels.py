@@ -104,7 +104,7 @@ class CpuKernels:
 
     def __init__(self) -> None:
         self.path = compiled()
-        """Of the library; its name holds a checksum of the file."""
+        """Where the library lies; its name holds a checksum of the file."""
         try:
             library = ctypes.CDLL(str(self.path))
         except OSError as error:
