@@ -24,6 +24,9 @@ class Seen:
     """A page as the browser has it."""
 
     page: Any
+    width: int
+    """The window's, in pixels."""
+    scheme: str
     requests: list[str]
     messages: list[str]
 
@@ -42,23 +45,28 @@ def chromium() -> str:
 
 
 @contextmanager
-def opened(path: Path, width: int, scheme: str) -> Iterator[Seen]:
-    """Open a file in a window of this width, with no network, in this theme."""
+def opened(path: Path) -> Iterator[Iterator[Seen]]:
+    """Open a file in a window of each width in each theme, one after the other, with no network."""
     executable = chromium()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        size: Any = {"width": width, "height": 900}
-        context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
-        page = context.new_page()
-        seen = Seen(page, [], [])
-        page.on("request", lambda request: seen.requests.append(request.url))
-        page.on("console", lambda message: seen.messages.append(message.text))
-        page.on("pageerror", lambda error: seen.messages.append(str(error)))
-        page.goto(path.resolve().as_uri())
-        yield seen
+        yield (window(browser, path, width, scheme) for width in WIDTHS for scheme in SCHEMES)
         browser.close()
+
+
+def window(browser: Any, path: Path, width: int, scheme: str) -> Seen:
+    """The file as the browser shows it to somebody who has seen no other page."""
+    size: Any = {"width": width, "height": 900}
+    context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
+    page = context.new_page()
+    seen = Seen(page, width, scheme, [], [])
+    page.on("request", lambda request: seen.requests.append(request.url))
+    page.on("console", lambda message: seen.messages.append(message.text))
+    page.on("pageerror", lambda error: seen.messages.append(str(error)))
+    page.goto(path.resolve().as_uri())
+    return seen
 
 
 LUMINANCE = """colour => {
@@ -75,22 +83,28 @@ COLOURS = """luminance => {
 """The luminance of the page, and those of its letters."""
 
 
-def check_seen(path: Path, width: int, scheme: str) -> None:
-    """Nothing is fetched or complained of, the window need not be moved sideways, and letters stand out."""
-    with opened(path, width, scheme) as seen:
-        assert seen.ask("document.documentElement.scrollWidth") <= width
-        assert [url for url in seen.requests if not url.startswith("data:")] == [path.resolve().as_uri()]
-        assert seen.messages == []
-        assert seen.ask("[...document.querySelectorAll('img')].every(i => { i.loading = 'eager'; return 1 })")
-        seen.page.wait_for_function("[...document.images].every(i => i.complete)")
-        assert seen.ask("[...document.images].every(i => i.naturalWidth > 0)")
-        small = "[...document.querySelectorAll('figure svg, img')].filter(e => !e.closest('details'))"
-        sizes = seen.ask(f"{small}.map(e => e.getBoundingClientRect().width)")
-        assert all(1 < size <= width for size in sizes)
-        cells = "[...document.querySelectorAll('th, td')].filter(c => c.scrollWidth > c.clientWidth + 1)"
-        assert seen.ask(f"{cells}.map(c => c.textContent)") == []
-        paper, *letters = seen.ask(f"({COLOURS})({LUMINANCE})")
-        assert (paper < 0.1) == (scheme == "dark")
-        for ink in letters:
-            low, high = sorted((paper, ink))
-            assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG's least contrast of text
+def check_seen(path: Path) -> None:
+    """In every window nothing is fetched or complained of, it need not be moved sideways, and letters stand
+    out."""
+    with opened(path) as windows:
+        for seen in windows:
+            check_window(seen, path)
+
+
+def check_window(seen: Seen, path: Path) -> None:
+    assert seen.ask("document.documentElement.scrollWidth") <= seen.width
+    assert [url for url in seen.requests if not url.startswith("data:")] == [path.resolve().as_uri()]
+    assert seen.messages == []
+    assert seen.ask("[...document.querySelectorAll('img')].every(i => { i.loading = 'eager'; return 1 })")
+    seen.page.wait_for_function("[...document.images].every(i => i.complete)")
+    assert seen.ask("[...document.images].every(i => i.naturalWidth > 0)")
+    small = "[...document.querySelectorAll('figure svg, img')].filter(e => !e.closest('details'))"
+    sizes = seen.ask(f"{small}.map(e => e.getBoundingClientRect().width)")
+    assert all(1 < size <= seen.width for size in sizes)
+    cells = "[...document.querySelectorAll('th, td')].filter(c => c.scrollWidth > c.clientWidth + 1)"
+    assert seen.ask(f"{cells}.map(c => c.textContent)") == []
+    paper, *letters = seen.ask(f"({COLOURS})({LUMINANCE})")
+    assert (paper < 0.1) == (seen.scheme == "dark")
+    for ink in letters:
+        low, high = sorted((paper, ink))
+        assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG's least contrast of text

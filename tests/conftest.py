@@ -26,6 +26,7 @@ SLOW_LIST = Path(__file__).parent / "slow.txt"
 SLOW_SECONDS = 0.5
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
+os.fsync = os.fstat  # type: ignore[assignment]  # no machine fails here, and a run waits for its disk 20 times
 
 
 @pytest.hookimpl(tryfirst=True)

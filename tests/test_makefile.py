@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+from tests.launching import environment
+
 ROOT = Path(__file__).parent.parent
+WARM = f"{sys.executable} {warm.__file__}"
 TRAINING = ("flair-fl", "flair-pfl", "flair-c", "vision-fl", "vision-c")
 HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FAST"}
 USING_DATA = (*TRAINING, "flair-table1", "flair-sweep", "flair-figures", "vision-sweep")
@@ -19,25 +23,25 @@ USING_DATA = (*TRAINING, "flair-table1", "flair-sweep", "flair-figures", "vision
 
 def run_make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Without the options and the depth that a make around the tests (``make test FAST=1``) hands down."""
-    outside = {name: value for name, value in os.environ.items() if name not in HANDED_DOWN}
+    outside = {name: value for name, value in environment().items() if name not in HANDED_DOWN}
     return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, env=outside)
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`make` in a folder whose .venv counts as set up; its Python runs the project's modules there."""
+    """`make` in a folder whose .venv counts as set up; its Python runs modules there, warmly."""
     shutil.copy(ROOT / "Makefile", folder)
     (folder / "requirements.lock").touch()
     python = folder / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True, exist_ok=True)
-    python.write_text(f'#!/bin/sh\necho "$@" >> asked\nPYTHONPATH={ROOT} exec {sys.executable} $RUN "$@"\n')
+    python.write_text(f'#!/bin/sh\necho "$@" >> asked\n[ -n "$RUN" ] && exit\nshift\nexec {WARM} "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (folder / ".venv" / ".ready").touch()
     return run_make(folder, *words)
 
 
 def asked(folder: Path, *words: str) -> str:
-    """The words that a target hands to Python, which only prints them."""
-    os.environ["RUN"] = "-V"
+    """The words that a target hands to Python, which does no more than note them."""
+    os.environ["RUN"] = "no"
     try:
         assert make(folder, *words).returncode == 0
     finally:

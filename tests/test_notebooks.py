@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 
+from benchmarks.core.mini import MINI, MINI_FILE
 from dataset.cli import run
+from dataset.flair.mini import write_mini
 from tests.shown import ROOT
 
 HERE = ROOT / "docs" / "notebooks"
@@ -46,14 +49,18 @@ def check_outputs(notebook: nbformat.NotebookNode, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the mini set is drawn once."""
-    return tmp_path_factory.mktemp("data")
+    """A folder in which a mini set is drawn once, of few users with few images."""
+    folder = tmp_path_factory.mktemp("data")
+    few = replace(MINI, train_users=24, val_users=8, test_users=8, max_user_images=6)
+    write_mini(folder / MINI_FILE.name, few)
+    return folder
 
 
 @pytest.mark.xdist_group("notebooks")
 @pytest.mark.parametrize("name", execute.NAMES)
 def test_every_cell_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTEBOOK_ROUNDS", "2")
+    monkeypatch.setenv("NOTEBOOK_ROUNDS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "data").symlink_to(data)
     check_outputs(execute.executed(name, tmp_path), name)
     assert len(list(tmp_path.glob("runs/*/results.json"))) == TRAINED[name]

@@ -178,6 +178,7 @@ def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Pat
     (packages,) = home.glob("lib/python*/site-packages")
     (packages / "zz-others.pth").write_text(sysconfig.get_path("purelib"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = "1"
     data = "mini --output_file data/flair.hdf5 --train_users 12 --val_users 5 --test_users 5 --image_size 20"
     for program, words in (("fl-data", data.split()), ("fl-train", ["flair", *SMALL, "--run_dir=runs/one"])):
         command = [str(home / "bin" / program), *words]

@@ -206,6 +206,7 @@ def serve(address: str) -> None:
 
         parse([])  # imports all that a config may name: algorithms, networks, data sets
         name_methods_by_frames()
+        os.fsync = os.fstat  # type: ignore[assignment]  # as in the tests' own processes
         gc.freeze()  # a collection in a new process would copy all that the processes share
         request = Forks(listener).serve()
     os.chdir(request.directory)

@@ -128,7 +128,7 @@ def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: st
     with started(run.runtime):
         kind.ready_data(run, data_path)
         network = network_words(kind.benchmark, words, lambda either: [directory_of(either, data_path)])
-        execute(kind.benchmark.parse([*words, *network]), data_path, kind)
+        execute(kind.benchmark.parse([*words, *network]) if network else run, data_path, kind)
 
 
 def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile], Experiment[Any]]) -> None:

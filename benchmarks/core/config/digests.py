@@ -27,16 +27,17 @@ def config_tree(config: TrainingConfig) -> Tree:
     for section in ("federated", "server"):
         if tree[section]["options"] is None:
             del tree[section]["options"]
+    flat = dotted(tree)
     for key, neutral in YOUNGER.items():
-        flat = dotted(tree)
         if key in flat and flat[key] == neutral:
             *sections, name = key.split(".")
             del functools.reduce(operator.getitem, sections, tree)[name]
     for section in YOUNG_SECTIONS:
         if not tree[section]:
             del tree[section]
+    flat = dotted(tree)
     for key, (old, new) in OLD_WORDS.items():
-        if dotted(tree).get(key) == new:
+        if flat.get(key) == new:
             put(tree, key, old)
     return tree
 

@@ -8,9 +8,10 @@ configs that make the same run are equal, and have the same digest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, get_args, get_type_hints
+from typing import NamedTuple, get_args
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.trees import leaves
 from benchmarks.core.config.updates import check_updates, counts_alike
 from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.attacks.attack import HONEST
@@ -105,7 +106,7 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
 
 
 def _idle_in_schedule(section: str, chosen: ScheduleConfig) -> Iterator[Idle]:
-    known = get_args(get_type_hints(type(chosen))["schedule"])
+    known = next(get_args(leaf.hint) for leaf in leaves(type(chosen)) if leaf.key == "schedule")
     for key, schedules in READ_BY.items():
         if chosen.schedule not in schedules:
             readers = " or ".join(name for name in schedules if name in known)

@@ -1,10 +1,11 @@
 """Compares the compiled layers with torch's when they are loaded.
 
-So an error of a compiler cannot get into a result.
+So an error of a compiler cannot get into a result. A process compares a library once.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from pfl_ext.engine.cpu.narrow import (
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
 """Largest relative error of a compiled layer against torch's, in the norm, on float32 and bfloat16 images."""
 
+AGREED: set[tuple[Path, torch.dtype, float]] = set()
+"""Libraries that this process has compared on images of a type, and found within this tolerance."""
+
 
 def checked() -> CpuKernels:
     """The compiled functions, after they were compared with torch's.
@@ -35,8 +39,11 @@ def checked() -> CpuKernels:
         Unavailable: when they cannot be compiled or loaded, or compute something else than torch.
     """
     kernels = CpuKernels()
-    check(kernels, torch.float32, TOLERANCE)
-    check(kernels, torch.bfloat16, HALF_TOLERANCE)
+    for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, HALF_TOLERANCE)):
+        comparison = kernels.path, dtype, tolerance
+        if comparison not in AGREED:
+            check(kernels, dtype, tolerance)
+            AGREED.add(comparison)
     return kernels
 
 

@@ -103,12 +103,13 @@ class CpuKernels:
     """
 
     def __init__(self) -> None:
-        path = compiled()
+        self.path = compiled()
+        """Where the library lies; its name holds a checksum of the file."""
         try:
-            library = ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(self.path))
         except OSError as error:
             raise Unavailable(
-                f"{path} cannot be loaded ({error}); set XDG_CACHE_HOME to another place"
+                f"{self.path} cannot be loaded ({error}); set XDG_CACHE_HOME to another place"
             ) from error
         self._functions: dict[str, Any] = {}
         for name, (pointers, sizes, numbers) in SIGNATURES.items():

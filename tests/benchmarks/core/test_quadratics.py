@@ -26,9 +26,13 @@ from tests.benchmarks.core.quadratics import (
     trajectory,
 )
 
+FULLY = ("fedavg, images", "fednova", "scaffold I", "scaffold II, images")
+"""One of each kind of mean; that a part of the users takes part is the general case."""
 
-@pytest.mark.parametrize("participation", PARTICIPATION)
-@pytest.mark.parametrize("name", ALGORITHMS)
+
+@pytest.mark.parametrize(
+    ("name", "participation"), [*((n, "partial") for n in ALGORITHMS), *((n, "full") for n in FULLY)]
+)
 def test_an_algorithm_is_its_papers_equations_in_both_engines(
     name: str, participation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

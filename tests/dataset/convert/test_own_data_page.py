@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from tests.dataset.convert.made_sources import (
     write_tff,
 )
 from tests.dataset.convert.test_formats import write_hf
+from tests.launching import environment, warmly
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "own_data.md"
@@ -74,7 +73,7 @@ def write_all(folder: Path) -> None:
 
 
 def spelt_out(command: str) -> list[str]:
-    """The words of a command; make's are those that it would run."""
+    """What runs a command, `warmly`; make's is the one that it would run."""
     words = shlex.split(command)
     if words[0] == "make":
         asked = ["make", "-n", "-s", "-C", str(ROOT), *words[1:]]
@@ -82,15 +81,15 @@ def spelt_out(command: str) -> list[str]:
         (line,) = [line for line in said.splitlines() if " -m benchmarks." in line]
         words = shlex.split(line)
     assert words[0] in ("python", ".venv/bin/python")
-    return [sys.executable, *words[1:]]
+    assert words[1] == "-m"
+    return warmly(*words[2:])
 
 
 def test_every_command_of_the_page_works(tmp_path: Path) -> None:
     write_all(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for command in COMMANDS:
         done = subprocess.run(
-            spelt_out(command), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            spelt_out(command), cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
