@@ -29,6 +29,7 @@ from benchmarks.compare.series import (
     lines_of,
 )
 from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, save_both, style
+from benchmarks.reporting.runs import unprotected
 from dataset.arrays import BoolArray, FloatArray
 from dataset.pages import Html, clean, tag
 from pfl_ext.tasks.multi_label_scores import shown
@@ -117,7 +118,10 @@ def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
         if over_epsilon := lines_of(groups, split, name, axis):
             of = "of the run as executed" if axis is by_epsilon else "of the simulated system"
             drawn = list(map(_last_of_each, over_epsilon))
-            made.append(Chart(f"{title} over {word}", f"epsilon {of}", label, drawn))
+            runs = [run for line in drawn for run in groups[line.place].runs]
+            seeded = unprotected([run.privacy for run in runs if run.privacy is not None])
+            along = f"epsilon {of}; {seeded}" if seeded else f"epsilon {of}"
+            made.append(Chart(f"{title} over {word}", along, label, drawn))
     return made
 
 

@@ -45,8 +45,7 @@ class Controls(FlatVariables):
 
     def number(self, user_id: str | None) -> int | None:
         """The number of the user with this id, 0 to U - 1; None for the placeholder of an idle worker."""
-        assert user_id is not None, "users are found by their data sets' user_id"
-        return self._numbers.get(user_id)
+        return None if user_id is None else self._numbers[user_id]
 
     def begin(self, cohort: IntArray) -> None:
         """Begin a round of these users; all workers call this."""

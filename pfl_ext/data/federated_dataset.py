@@ -362,7 +362,7 @@ class FederatedImageDataset(FederatedDataset):
         if not mine:
             nobody = self._store.read(np.empty(0, np.int64))
             rng = stream(self._seed, "nobody")
-            yield UserImages(*nobody, "nobody", self._sampling, rng, self._collate), 0
+            yield UserImages(*nobody, None, self._sampling, rng, self._collate), 0
         seed = self._seed if self.noise_seed is None else self.noise_seed
         for member, dataset in zip(mine, datasets):
             yield dataset, seed32(seed, "local noise", self._round, member.user, member.turn)

@@ -40,7 +40,7 @@ class UserImages(Dataset):
         self,
         images: ByteArray | AugmentedViews,
         targets: Annotations,
-        user_id: str,
+        user_id: str | None,
         sampling: LocalSampling,
         rng: np.random.Generator,
         collate: Collate = torch.from_numpy,

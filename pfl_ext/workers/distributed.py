@@ -82,7 +82,7 @@ class Workers(DistributedContext):
 
     def begin_work(self, **words: Any) -> None:
         """Set the words that workers compare before reductions, and start this worker's clock."""
-        self._words, self._since = words, time.perf_counter()
+        self._words, self._since, self.seconds = words, time.perf_counter(), []
 
     def all_reduce(self, tensors: list[Tensor], average: bool = False) -> list[Tensor]:
         """Sum (or mean) over workers, in place, as one flat vector: float64 if any tensor is, else float32.
@@ -151,7 +151,7 @@ class Workers(DistributedContext):
         assert len(text) <= HEADER
         mine = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
         everybody = [json.loads(bytes(row.numpy())) for row in self._transport.gather(mine)]
-        self.seconds = [seconds for seconds, _ in everybody]
+        self.seconds = self.seconds or [seconds for seconds, _ in everybody]
         first = everybody[0][1]
         differing = [
             f"worker {rank} has {key} {words.get(key)}, worker 0 has {first.get(key)}"

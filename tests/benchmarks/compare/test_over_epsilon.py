@@ -26,7 +26,11 @@ def test_curves_over_epsilon_have_the_last_model_of_each(tmp_path: Path) -> None
     assert line is not None
     assert line.x.tolist() == [0, 1.5, 4, 4]
     assert line_of(1, groups[1], ("val", "C-AP"), by_simulated_epsilon) is None
+    privacy = tmp_path / "1" / "privacy.json"
+    privacy.write_text(json.dumps({**json.loads(privacy.read_text()), "seeded_for_research_only": True}))
     found = {chart.title: chart for chart in charts.charts(compare([tmp_path]))}
     for name, ends in (("epsilon", [0, 1.5, 4]), ("simulated epsilon", [0, 1, 2])):
-        (drawn,) = found[f"C-AP exact on val over {name}"].lines
+        chart = found[f"C-AP exact on val over {name}"]
+        assert chart.x_label.endswith("; NO PROTECTION in 1 of 2 runs, noise from the seed")
+        (drawn,) = chart.lines
         assert (drawn.x.tolist(), drawn.mean.tolist()) == (ends, [0, 10, 30])

@@ -23,7 +23,7 @@ from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.workers.distributed import connected, current
 from tests.pfl_ext.algorithms.test_closed_form import ALL, Features, algorithm, asked
 from tests.pfl_ext.algorithms.test_fedir import NoisyOneHot
-from tests.pfl_ext.engine.setting import LABELS, Setting, private
+from tests.pfl_ext.engine.setting import LABELS, NoisyStore, Setting, private
 from tests.pfl_ext.samplings import local_sampling
 
 SIZES = [3, 11, 1, 20, 2, 7, 9, 1]
@@ -33,6 +33,8 @@ def cases() -> dict[str, Setting]:
     """What is tried, by name."""
     once = local_sampling(1, 4, None, straddle=False, input_size=10)
     virtual = local_sampling(1, 4, None, straddle=False, input_size=10, virtual_size=8)
+    named = NoisyStore([5, 9])
+    named.user_ids[0] = "nobody"
     target = ImportanceWeights([1 / LABELS] * LABELS, SingleLabel(), cap=5)
     return {
         "fednova": Setting(SIZES, once, nova=True, momentum=0.5, weight_decay=0.01, rounds=2),
@@ -40,7 +42,7 @@ def cases() -> dict[str, Setting]:
         "fednova-alone": Setting([5, 9], once, nova=True, by_images=False, cohort=1, rounds=2),
         "scaffold": Setting(SIZES, once, scaffold=("II", "gradient"), cohort=5, rounds=3),
         "feddyn": Setting(SIZES, once, dynamic=0.3, cohort=5, rounds=3),
-        "feddyn-alone": Setting([5, 9], once, dynamic=0.3, by_images=False, cohort=1, rounds=4),
+        "feddyn-alone": Setting([5, 9], once, store=named, dynamic=0.3, by_images=False, cohort=1, rounds=4),
         "fedvc-fedir": Setting(
             SIZES,
             virtual,

@@ -18,6 +18,7 @@ from pfl.stats import MappedVectorStatistics
 from scipy.stats import ks_2samp
 
 from dataset.arrays import FloatArray
+from pfl_ext.privacy import local
 from pfl_ext.privacy.central import METRICS, metric_name
 from pfl_ext.privacy.local import FlatLaplaceMechanism, LocallyPrivateMean, LocalPrivacyConfig, laplace_sum
 from pfl_ext.privacy.mechanisms import NOISE_CHUNK
@@ -56,6 +57,13 @@ def test_local_privacy_composes_over_participations(mechanism: Any) -> None:
     assert spent[0] == 0
     assert spent[1] == pytest.approx(1.0, rel=2e-3)
     assert spent[1] < spent[2] < spent[3] < 16
+
+
+def test_noise_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LocalPrivacyConfig(epsilon=1.5)
+    first = config.epsilon_after(2, 1e-6)
+    monkeypatch.setattr(local, "AnalyticGM_robust", None)
+    assert config.epsilon_after(2, 1e-6) == first
 
 
 @pytest.mark.parametrize("key", ["epsilon", "delta", "clipping_bound"])
