@@ -56,11 +56,11 @@ VISION = f"--data_path=classes.hdf5 {SMALL} --federated.cohort_size=4 --federate
 FINE = "--config=fl-f-17 --data_path=good.hdf5 --run_dir=run"
 
 BAD = [
-    ("published", "", "give --row, one of niid-"),
-    ("published", "--row=niid --seed=0", "there is no published row 'niid': choose one of niid-"),
+    ("published", "", "give --row, one of fedrep-"),
+    ("published", "--row=niid --seed=0", "there is no published row 'niid': choose one of fedrep-"),
     ("published", "stray", "stray would make another row"),
     ("published", "--row=niid-fedavg-dirichlet-fn", "a published row has no stand-in; give --data_path FILE"),
-    ("published_verify", "stray", "there is no published row 'stray': choose one of niid-"),
+    ("published_verify", "stray", "there is no published row 'stray': choose one of fedrep-"),
     ("flair", "stray", "cannot read the argument 'stray'"),
     ("flair", f"{FLAIR} --seed", "--seed needs a value"),
     ("flair", f"{FLAIR} --seed=-1", "seed is '-1'"),
