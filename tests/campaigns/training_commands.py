@@ -82,10 +82,13 @@ def outcome(module: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
             shortened = short(module, words, rounds, folder / f"run{attempt}")
         except ValueError as fault:
             return 2, str(fault)
-        done = subprocess.run(
-            warmly(module, *shortened), cwd=ROOT, env=environment(WANDB_MODE="offline"),
-            capture_output=True, text=True, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                warmly(module, *shortened), cwd=ROOT, env=environment(WANDB_MODE="offline"),
+                capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return 124, f"did not end within {LIMIT_S} s"
         code, said = done.returncode, (done.stderr if done.returncode else done.stdout).strip()
         again = MULTIPLE.search(said)
         if again is None:
