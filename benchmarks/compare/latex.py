@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import unicodedata
 from collections.abc import Sequence
@@ -158,9 +159,12 @@ def _best(
 ) -> list[str]:
     """Cells of scores, in bold the best of several groups on the same data; by ``names``, of one score."""
     cells = [escaped(in_words(values, "percent")) for values in found]
+    for place, group in enumerate(groups):
+        if 0 < len(found[place]) < len(group.finished):
+            cells[place] += f" ($n = {len(found[place])}$)"
     rivals: dict[tuple[str, str], list[int]] = {}
     for place, group in enumerate(groups):
-        if found[place] and group.finished:
+        if found[place] and group.finished and math.isfinite(statistics.fmean(found[place])):
             kind = (group.finished[0].data_key, "" if names is None else names[place])
             rivals.setdefault(kind, []).append(place)
     for places in rivals.values():

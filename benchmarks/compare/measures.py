@@ -272,8 +272,9 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     ends = [float(line["virtual_seconds"]) for line in _history(run) if "virtual_seconds" in line]
     virtual = _before([float(each) for each in np.diff(ends, prepend=0)], places) if ends else None
     names = ("epsilon", "simulated_epsilon")
-    spent = [[line.get(name, np.nan) for line in lines] for name in names]
-    own, simulated = (None if np.isnan(each).any() else np.array(each, np.float64)[known] for each in spent)
+    with reading(run.directory):
+        spent = np.array([[float(line.get(name, np.nan)) for line in lines] for name in names])
+    own, simulated = (each[known] if np.isfinite(each).all() else None for each in spent)
     return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent, own, simulated)
 
 

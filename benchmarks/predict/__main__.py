@@ -45,7 +45,7 @@ from pfl_ext.algorithms.personal_parts import FILE
 
 OF_RUN = (
     "config.yaml", "metrics.jsonl", "model.safetensors", "privacy.json", "results.json",
-    "checkpoint/last.safetensors", f"checkpoint/{FILE}",
+    "checkpoint/data.json", "checkpoint/last.safetensors", f"checkpoint/{FILE}",
 )  # fmt: skip
 """Files of a run that must not be written over."""
 EVERY_S = 10
@@ -204,8 +204,10 @@ def main(argv: Sequence[str]) -> None:
         stack.enter_context(pfl_device(options.device))
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
-        path, held_out = options.data_path or Path(str(model.record.outcome["dataset"])), None
+        path, held_out = Path(options.data_path or str(model.record.outcome.get("dataset", ""))), None
         if options.user is not None or not options.images:
+            if path == Path():
+                raise ValueError(f"{options.run_dir} does not say where its data lies: give --data_path")
             file = stack.enter_context(DataFile(path))
         if options.user is not None:
             model, held_out = own_model(model, file, options.user)

@@ -124,8 +124,9 @@ def main(argv: Sequence[str]) -> int:
             found[line] = {"place": place, "command": line, "code": code, "seconds": seconds, "said": said}
             if options.output:
                 write_json(options.output, list(found.values()))
-    failed = sum(each["code"] != 0 for each in found.values())
-    print(f"{len(found)} training commands, {failed} failed")
+    asked = {f"python -m {module} {' '.join(words)}" for _, module, words in chosen}
+    failed = sum(found[line]["code"] != 0 for line in asked)
+    print(f"{len(asked)} training commands, {failed} failed")
     return int(failed > 0)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -18,7 +20,7 @@ from tests.benchmarks.made_runs import LOCALLY, make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
 COMMAND = re.compile(r"\\(?:[A-Za-z]+(?![A-Za-z])|[^A-Za-z])")
-MATHS = re.compile(r"\$(?:n|\\pm|-|\\varepsilon|\\delta)\$")
+MATHS = re.compile(r"\$(?:n|n = \d+|\\pm|-|\\varepsilon|\\delta)\$")
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -127,6 +129,20 @@ def test_groups_of_several_kinds_are_judged_by_the_first_score_of_each(folder: P
     assert cells["FL-R-17"].startswith("C-AP exact "), "and is the only one of its kind"
     assert cells["cifar10-fedavgm"] == r"accuracy \textbf{49.00}"
     assert cells["cifar10-fedavg"] == "accuracy 39.00"
+
+
+def test_a_score_that_is_no_number_is_not_the_best_and_fewer_seeds_are_counted(tmp_path: Path) -> None:
+    for name, rate, seed, score in (("a", 0.1, 0, math.nan), ("b", 0.2, 0, 60.0), ("c", 0.3, 0, 50.0)):
+        directory = make_run(tmp_path / name, "fl-r-17", f"--local.learning_rate={rate}", seed=seed)
+        path = directory / "results.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"test": content["test"] | {"C-AP": score}}))
+    whole_run(tmp_path / "more", "--local.learning_rate=0.2", seed=1)
+    _, *rows = rows_of(latex(compare([tmp_path]), "x"))
+    cells = {row[0].rpartition(" ")[2]: row for row in rows}
+    assert [cells[rate][2].startswith(r"\textbf") for rate in ("0.1", "0.2", "0.3")] == [False, True, False]
+    assert cells["0.2"][1] == "2"
+    assert cells["0.2"][4].endswith(" ($n = 1$)"), "of one seed users were not scored"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.compare import charts
 from benchmarks.compare.reading import compare
 from benchmarks.compare.series import by_epsilon, by_simulated_epsilon, line_of
@@ -34,3 +36,11 @@ def test_curves_over_epsilon_have_the_last_model_of_each(tmp_path: Path) -> None
         assert chart.x_label.endswith("; NO PROTECTION in 1 of 2 runs, noise from the seed")
         (drawn,) = chart.lines
         assert (drawn.x.tolist(), drawn.mean.tolist()) == (ends, [0, 10, 30])
+
+
+@pytest.mark.parametrize("spent", ["null", '"much"'])
+def test_a_damaged_epsilon_is_one_line(spent: str, tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", "pfl-r-17") / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"val"', f'"epsilon": {spent}, "val"', 1))
+    with pytest.raises(ValueError, match="holds no whole run"):
+        charts.charts(compare([tmp_path]))

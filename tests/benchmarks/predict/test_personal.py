@@ -91,15 +91,17 @@ def test_a_user_of_a_drawn_partition_is_a_client(tmp_path: Path) -> None:
     argv += ["--federated.algorithm=fedrep", f"{OPTION}tune_epochs=2", "--runtime.keep_checkpoints=true"]
     with sparingly(False):
         assert run(classify, argv) == 0
-    right = []
+    right, losses = [], list[float]()
     for client in ("0", "1", "2"):
         call = [str(directory), f"--user={client}", f"--output={output}", "--overwrite"]
         assert run(main, call) == 0
         right.append([row["predicted"] == row["truth"] for row in rows_of(output)])
+        losses += [-np.log(float(row[row["truth"]])) for row in rows_of(output)]
     own = results(directory)["clients"]["seen"]["personal"]
     assert 100 * np.mean([each for client in right for each in client]) == pytest.approx(
         own["pooled"]["accuracy"], abs=1e-3
     )
+    assert np.mean(losses) == pytest.approx(own["pooled"]["loss"], abs=1e-3)
     each = [100 * np.mean(client) for client in right]
     assert np.mean(each) == pytest.approx(own["users"]["accuracy"]["mean"], abs=1e-3)
 

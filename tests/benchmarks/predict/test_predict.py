@@ -233,6 +233,21 @@ def test_a_run_of_an_earlier_version(labelled: Path, tmp_path: Path) -> None:
         trained(older)
 
 
+def test_image_files_need_no_data_of_the_run(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent, photo, output = tmp_path / "silent", tmp_path / "photo.png", tmp_path / "p.csv"
+    shutil.copytree(labelled, silent)
+    found = {key: value for key, value in results(labelled).items() if key != "dataset"}
+    (silent / "results.json").write_text(json.dumps(found))
+    Image.new("RGB", (8, 8)).save(photo)
+    assert run(main, [str(silent), f"--images={photo}", f"--output={output}"]) == 0
+    capsys.readouterr()
+    assert run(main, [str(silent), f"--output={output}", "--overwrite"]) == 2
+    line = f"error: {silent} does not say where its data lies: give --data_path\n"
+    assert capsys.readouterr().err == line
+
+
 def test_what_is_refused(
     labelled: Path, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +281,7 @@ def test_what_is_refused(
         ([str(renamed)], "has other classes than the data of"),
         ([str(labelled), "--images", str(photo), f"--output={photo}"], "is read here: give another file"),
         ([str(labelled), f"--output={labelled / 'results.json'}"], "is read here: give another file"),
+        ([str(labelled), f"--output={labelled / 'checkpoint' / 'data.json'}"], "is read here: give another"),
         ([str(labelled), f"--output={tmp_path / 'there.csv'}"], "exists; give --overwrite to replace it"),
         ([str(labelled), "--threads=0"], "--threads is 0"),
         ([str(labelled), "--split=dev"], "invalid choice: 'dev'"),

@@ -266,6 +266,14 @@ def test_users_own_models_and_the_last_rounds_are_kept_and_compared(
         assert f"| {scored} | 50 ± 2.5 | 0 to 100 | {ours:.2f} ± " in capsys.readouterr().out
 
 
+def test_the_last_10_rounds_are_the_last_ones_that_were_scored(tmp_path: Path) -> None:
+    lines = ({"round": number, "tracked": {"accuracy": 2.0 * number}} for number in range(16))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "results.json").write_text('{"commit": "c"}')
+    kept = train.result_of(read_row("fedrep-fedavg-shards2"), 0, tmp_path, [])
+    assert (kept["last_10"], kept["last"]) == (2 * sum(range(6, 16)) / 10, 30)
+
+
 def test_a_run_that_diverges_is_kept_until_then(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
