@@ -28,7 +28,7 @@ from tests.launching import environment, warmly
 from tests.shown import ROOT, commands
 from tests.test_commands import CONFIGS, PAGES, programs
 
-REPLACED = ("data_path", "run_dir", "weights", "resume", "model.keep_head")
+REPLACED = ("data_path", "run_dir", "weights", "resume", "model.keep_head", "data.partition")
 """Options that name files of the reader's own, or are about what is in them."""
 MULTIPLE = re.compile(r"set federated.num_rounds to (?:a multiple of )?(\d+)")
 LIMIT_S = 900
