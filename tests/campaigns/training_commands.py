@@ -28,8 +28,10 @@ from tests.launching import environment, warmly
 from tests.shown import ROOT, commands
 from tests.test_commands import CONFIGS, PAGES, programs
 
-REPLACED = ("data_path", "run_dir", "weights", "resume", "model.keep_head", "data.partition")
+REPLACED = ("data_path", "run_dir", "weights", "resume", "model.keep_head")
 """Options that name files of the reader's own, or are about what is in them."""
+MANY_CLIENTS = re.compile(r"-clients-\d{3,}")
+"""In a partition's name: more clients than the embedded data set has images for."""
 MULTIPLE = re.compile(r"set federated.num_rounds to (?:a multiple of )?(\d+)")
 LIMIT_S = 900
 TRAINING = frozenset(train_commands().values())
@@ -64,7 +66,11 @@ def short(module: str, words: Sequence[str], rounds: int, run_dir: Path) -> list
     """The command's words for one round on the embedded data set."""
     experiment: type[Experiment[Any]] = imported(module).EXPERIMENT
     given = experiment.benchmark.words(words)
-    kept = [f"--{key}={value}" for key, value in given.items() if key not in REPLACED]
+    kept = [
+        f"--{key}={MANY_CLIENTS.sub('-clients-10', str(value))}"
+        for key, value in given.items()
+        if key not in REPLACED
+    ]
     resolved, _ = experiment.resolve_data(kept)
     config = experiment.benchmark.parse(resolved).config
     if config.mode == "centralised":
