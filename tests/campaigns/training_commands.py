@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.console import train_commands
 from benchmarks.core.experiment import Experiment
 from dataset.files import imported, write_json
 from tests.launching import environment, warmly
@@ -32,9 +31,15 @@ REPLACED = ("data_path", "run_dir", "weights", "resume", "model.keep_head")
 """Options that name files of the reader's own, or are about what is in them."""
 MANY_CLIENTS = re.compile(r"-clients-\d{3,}")
 """In a partition's name: more clients than the embedded data set has images for."""
-MULTIPLE = re.compile(r"set federated.num_rounds to (?:a multiple of )?(\d+)")
+FITTED = (
+    (r"set federated.num_rounds to (?:a multiple of )?(\d+)", "federated.num_rounds", ""),
+    (r"server.warmup_rounds is \d+, not below", "server.warmup_rounds", "0"),
+    (r"cohort_size is \d+ but there are only (\d+)", "federated.cohort_size", ""),
+    (r"has no partition 'alpha-", "data.partition", "lda-0.5-clients-10-seed-0"),
+)
+"""What a refusal says where one round or the embedded data set are too little for a command, the key that is
+then set, and its value; empty: the number in the refusal."""
 LIMIT_S = 900
-TRAINING = frozenset(train_commands().values())
 
 
 def training_commands(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -62,45 +67,47 @@ def training_commands(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]
                         yield path.relative_to(ROOT).as_posix(), module, tuple(words)
 
 
-def short(module: str, words: Sequence[str], rounds: int, run_dir: Path) -> list[str]:
-    """The command's words for one round on the embedded data set."""
+def short(module: str, words: Sequence[str], fitted: Mapping[str, str], run_dir: Path) -> list[str]:
+    """The command's words for one round on the embedded data set, with some ``fitted`` keys."""
     experiment: type[Experiment[Any]] = imported(module).EXPERIMENT
     given = experiment.benchmark.words(words)
     kept = [
         f"--{key}={MANY_CLIENTS.sub('-clients-10', str(value))}"
         for key, value in given.items()
-        if key not in REPLACED
+        if key not in REPLACED and key not in fitted
     ]
+    kept += [f"--{key}={value}" for key, value in fitted.items() if key != "federated.num_rounds"]
     resolved, _ = experiment.resolve_data(kept)
     config = experiment.benchmark.parse(resolved).config
     if config.mode == "centralised":
         length = ["--centralised.num_epochs=1", "--centralised.warmup_epochs=0"]
     else:
-        length = [f"--federated.num_rounds={rounds}"]
+        length = [f"--federated.num_rounds={fitted.get('federated.num_rounds', '1')}"]
     return [*kept, *length, f"--run_dir={run_dir}", "--runtime.threads=1", "--runtime.progress=false"]
 
 
 def outcome(module: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
     """The exit code of a command and its last line."""
-    rounds, code, said = 1, 0, ""
-    for attempt in range(2):
+    fitted: dict[str, str] = {}
+    while True:
         try:
-            shortened = short(module, words, rounds, folder / f"run{attempt}")
-        except ValueError as fault:
-            return 2, str(fault)
-        try:
+            shortened = short(module, words, fitted, folder / f"run{len(fitted)}")
             done = subprocess.run(
                 warmly(module, *shortened), cwd=ROOT, env=environment(WANDB_MODE="offline"),
                 capture_output=True, text=True, timeout=LIMIT_S, check=False,
             )  # fmt: skip
+            code, said = done.returncode, (done.stderr if done.returncode else done.stdout).strip()
         except subprocess.TimeoutExpired:
             return 124, f"did not end within {LIMIT_S} s"
-        code, said = done.returncode, (done.stderr if done.returncode else done.stdout).strip()
-        again = MULTIPLE.search(said)
-        if again is None:
-            break
-        rounds = int(again[1])
-    return code, said.rpartition("\n")[2]
+        except ValueError as fault:
+            code, said = 2, str(fault)
+        for pattern, key, value in FITTED:
+            refusal = re.search(pattern, said) if code else None
+            if refusal and key not in fitted:
+                fitted[key] = value or refusal[1]
+                break
+        else:
+            return code, said.rpartition("\n")[2]
 
 
 def main(argv: Sequence[str]) -> int:
