@@ -35,6 +35,7 @@ FITTED = (
     (r"set federated.num_rounds to (?:a multiple of )?(\d+)", "federated.num_rounds", ""),
     (r"server.warmup_rounds is \d+, not below", "server.warmup_rounds", "0"),
     (r"cohort_size is \d+ but there are only (\d+)", "federated.cohort_size", ""),
+    (r"set model.trained to head", "model.trained", "head"),
     (r"has no partition 'alpha-", "data.partition", "lda-0.5-clients-10-seed-0"),
 )
 """What a refusal says where one round or the embedded data set are too little for a command, the key that is
@@ -62,7 +63,7 @@ def training_commands(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]
                     and "published" not in module
                 ):
                     key = module, tuple(words)
-                    if key not in seen and not {"--help", "-h"} & set(words):
+                    if key not in seen and not {"--help", "-h", "NAME"} & set(words):
                         seen.add(key)
                         yield path.relative_to(ROOT).as_posix(), module, tuple(words)
 
