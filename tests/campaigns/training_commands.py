@@ -63,7 +63,7 @@ def training_commands(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]
                     and "published" not in module
                 ):
                     key = module, tuple(words)
-                    if key not in seen and not {"--help", "-h", "NAME"} & set(words):
+                    if key not in seen and not {"--help", "-h", "NAME", "F"} & set(words):
                         seen.add(key)
                         yield path.relative_to(ROOT).as_posix(), module, tuple(words)
 
