@@ -5,6 +5,7 @@ So an error of a compiler cannot get into a result. A process compares a library
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,6 @@ from pfl_ext.engine.cpu.narrow import (
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
 """Largest relative error of a compiled layer against torch's, in the norm, on float32 and bfloat16 images."""
 
-AGREED: set[tuple[Path, torch.dtype, float]] = set()
-"""Libraries that this process has compared on images of a type, and found within this tolerance."""
-
 
 def checked() -> CpuKernels:
     """The compiled functions, after they were compared with torch's.
@@ -39,12 +37,16 @@ def checked() -> CpuKernels:
         Unavailable: when they cannot be compiled or loaded, or compute something else than torch.
     """
     kernels = CpuKernels()
-    for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, HALF_TOLERANCE)):
-        comparison = kernels.path, dtype, tolerance
-        if comparison not in AGREED:
-            check(kernels, dtype, tolerance)
-            AGREED.add(comparison)
+    _compare(kernels.path, TOLERANCE, HALF_TOLERANCE)
     return kernels
+
+
+@functools.cache
+def _compare(path: Path, tolerance: float, half_tolerance: float) -> None:
+    """Compare the library that lies at ``path``."""
+    kernels = CpuKernels()
+    check(kernels, torch.float32, tolerance)
+    check(kernels, torch.bfloat16, half_tolerance)
 
 
 def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
