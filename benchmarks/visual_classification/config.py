@@ -128,6 +128,11 @@ NIID_BENCH: Tree = {
     "evaluation": {"every_rounds": 1},
 }
 """CIFAR-10 in NIID-Bench (Li et al. 2022, arXiv 2102.02079), by its code and by Flower's baseline of it."""
+MOON_CIFAR10 = merge(
+    NIID_BENCH,
+    {"model": {"arch": "moon_cnn", "normalisation": "data"}, "federated": {"num_rounds": 100}},
+)
+"""CIFAR-10 in MOON (Li, He and Song 2021, arXiv 2103.16257, Section 4.1), by its text and code."""
 PFL_CIFAR10: Tree = {
     "data": {"dataset": "cifar10"},
     "model": {"arch": "simple_cnn", "init": "xavier", "dropout": True, "normalisation": "data"},
@@ -153,6 +158,7 @@ RECIPES: Mapping[str, Tree] = {
     "inat-geo-3k": merge(INATURALIST, {"data": {"partition": "geo-3k"}}),
     "landmarks": LANDMARKS,
     "niid-bench": NIID_BENCH,
+    "moon-cifar10": MOON_CIFAR10,
     "pfl-cifar10": PFL_CIFAR10,
     "fedrep": FEDREP,
     "two-layers": {"model": {"trained": "two_layers"}},

@@ -1,4 +1,4 @@
-"""Local SGD on some of a network's variables, with a pull towards given weights where that is asked for.
+"""Local SGD on some of a network's variables, where asked with a pull towards given weights or another loss.
 
 Users who keep variables or a model of their own train so, in pfl's loop. The engine cannot make these steps.
 """
@@ -6,7 +6,7 @@ Users who keep variables or a model of their own train so, in pfl's loop. The en
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,10 @@ class Pull:
     """The weights that v is pulled to, by variable."""
 
 
+Loss = Callable[..., Tensor]
+"""Computes a scalar from what a classifier's ``loss`` takes: images, targets and crops of a batch."""
+
+
 class Descent:
     """Steps of the run's local optimiser on some variables, with momentum from 0, weight decay and clipping.
 
@@ -44,6 +48,7 @@ class Descent:
         names: the variables that are trained.
         rate: the learning rate.
         pull: a term that is added to the loss, or None.
+        loss: what is lowered on a batch; None: the model's own loss.
     """
 
     def __init__(
@@ -53,8 +58,10 @@ class Descent:
         names: Collection[str],
         rate: float,
         pull: Pull | None = None,
+        loss: Loss | None = None,
     ) -> None:
         self._model, self._pull, self._max_norm = model, pull, local.local_max_grad_norm
+        self._loss: Loss = model.pytorch_model.loss if loss is None else loss
         self._variables = {name: p for name, p in model.variable_map.items() if name in names}
         chosen = {id(p) for p in self._variables.values()}
         self._optimizer = model.new_local_optimizer(learning_rate=rate)
@@ -65,7 +72,7 @@ class Descent:
         """Make one step on a batch; ``noted``: whether its loss counts in the round's training loss."""
         ready, aside = self._model._prepare_batch(batch), contextlib.nullcontext()
         with autocast_of(self._model), aside if noted else not_noted(self._model):
-            loss = self._model.pytorch_model.loss(*ready)
+            loss = self._loss(*ready)
         variables = list(self._variables.values())
         for parameter, gradient in zip(variables, torch.autograd.grad(loss, variables, allow_unused=True)):
             parameter.grad = gradient
@@ -90,6 +97,8 @@ class Phase:
     rate: float | None = None
     """Learning rate; None: the run's in this round."""
     pull: Pull | None = None
+    loss: Loss | None = None
+    """What is lowered on a batch; None: the model's own loss."""
     noted: bool = True
     """Whether its losses count in the round's training loss."""
 
@@ -115,7 +124,7 @@ class InPhases:
                 images = user_dataset.part(np.arange(len(user_dataset)), number, phase.num_epochs)
                 epochs = phase.num_epochs
             rate = get_param_value(local.local_learning_rate) if phase.rate is None else phase.rate
-            descent = Descent(model, local, phase.names, rate, phase.pull)
+            descent = Descent(model, local, phase.names, rate, phase.pull, phase.loss)
             for _ in range(epochs):
                 for batch in images.iter(local.local_batch_size):
                     descent.step(batch, phase.noted)
