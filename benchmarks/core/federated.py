@@ -37,6 +37,7 @@ from pfl_ext.data.federated_dataset import (
 from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cpu.layers import kernels_for
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.tuning import Tuner
 from pfl_ext.evaluation import CentralEvaluation
@@ -151,8 +152,9 @@ def run_context(
     accumulate = torch.float64 if runtime.accumulate == "fp64" else torch.float32
     weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
     model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
-    engine = None
-    if runtime.engine == "fast" and "engine" not in config.federated.chosen.idle_in_runtime.split():
+    engine, unread = None, config.federated.chosen.idle_in_runtime.split()
+    fast = runtime.engine == "fast" and "engine" not in unread
+    if fast and "lanes" not in unread:
         engine = CohortEngine(
             chosen.module,
             lanes=runtime.lanes,
@@ -177,6 +179,7 @@ def run_context(
         server_rate=partial(config.server.rate, num_rounds=config.federated.num_rounds),
         postprocessors=[weighting] if mechanism is None else [weighting, mechanism],
         engine=engine,
+        kernels=kernels_for(chosen.module) if fast and runtime.cpu_kernels else None,
         accumulate=accumulate,
         config_hash=digest(config)[:16],
         check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)
@@ -266,14 +269,9 @@ def train_federated(
     training = run_context(run, setup(config, module, users, recorder.files.path), score, mechanism)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
     algorithm = config.federated.chosen.start(training)
-    if algorithm.engine is not None and is_main():
-        print(f"training is computed in {algorithm.engine.arithmetic(precision)}")
+    if is_main():
+        print(f"training is computed in {algorithm.arithmetic(precision)}")
     recorder.checkpoints.algorithm = algorithm
-
-    def computed() -> str:
-        kind = "float32" if precision is None else "bfloat16"
-        engine = algorithm.engine
-        return f"{kind}, pfl's own loop" if engine is None else engine.arithmetic(precision)
 
     first, state = recorder.restore(algorithm.init(config.seed))
     for number in range(first, config.federated.num_rounds):
@@ -282,11 +280,11 @@ def train_federated(
             recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
         state, line = algorithm.round(state, number)
         if number == first:  # the first round decides; a run that goes on after its last has it of its file
-            recorder.arithmetic = computed()
+            recorder.arithmetic = algorithm.arithmetic(precision)
         if seconds := worker_seconds():
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         recorder.step_done(number, line, state)
-    recorder.arithmetic = recorder.arithmetic or computed()
+    recorder.arithmetic = recorder.arithmetic or algorithm.arithmetic(precision)
     recorder.engine_check = None if training.check is None else training.check.outcome
     recorder.engine_choice = None if training.tuner is None else training.tuner.outcome
     recorder.traffic = algorithm.bytes(state)._asdict()

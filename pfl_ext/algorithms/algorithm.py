@@ -32,6 +32,7 @@ from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.devices.fleet import Traffic as Traffic
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.tuning import Tuner
 from pfl_ext.models.classifier import ImageClassifier
@@ -106,6 +107,8 @@ class RunContext(Setup):
     """A weighting of users, and the mechanism of a private run."""
     engine: CohortEngine | None
     """The engine that trains users; None: pfl's own loop does."""
+    kernels: CpuKernels | None = None
+    """Compiled layers for users whom the engine does not train; None: torch computes."""
     accumulate: torch.dtype
     """Data type of sums over users."""
     config_hash: str
@@ -292,6 +295,12 @@ class Algorithm(Choice, ABC, Generic[State]):
     def engine(self) -> CohortEngine | None:
         """The engine that trains users; None: pfl's own loop does."""
         return self.context.engine
+
+    def arithmetic(self, precision: torch.dtype | None) -> str:
+        """How training in this type, None being float32, is computed, in one line."""
+        if self.engine is not None:
+            return self.engine.arithmetic(precision)
+        return f"{'float32' if precision is None else 'bfloat16'}, pfl's own loop"
 
 
 @torch.no_grad()

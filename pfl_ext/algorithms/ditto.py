@@ -10,8 +10,8 @@ variables, by local SGD on
 v_i starts as w_0, the model of the first round, and never leaves the user. With lambda = 0 each user trains
 alone. The v_i do not change the server's model, which is FedAvg's.
 
-The engine trains w, one user after another; pfl's loop over users trains the v_i. A user's batches are the
-same for both where `federated.options.personal_epochs` is none.
+The engine trains w, one user after another; pfl's loop over users trains the v_i, in compiled layers on a
+CPU. A user's batches are the same for both where `federated.options.personal_epochs` is none.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ditto(Personalised):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._own = InPhases()
+        self._own = InPhases(self.twin)
         self._owners = Clients(replace(self.context, engine=None), self._own)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:

@@ -54,7 +54,7 @@ class FedPer(Personalised):
         super().__init__(context)
         tuned = set(self.layout.shapes) or set(trained_names(context.model.pytorch_model))
         phase = Phase(tuned, self.context.options.tune_epochs)
-        self._tuning = Clients(replace(self.context, engine=None), InPhases([phase]))
+        self._tuning = Clients(replace(self.context, engine=None), InPhases(self.twin, [phase]))
 
     @classmethod
     def check(cls, setup: Setup) -> None:

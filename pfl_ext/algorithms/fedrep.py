@@ -12,7 +12,7 @@ own, the second has FedAvg's, so without personal variables the algorithm is Fed
 is that of the second phase. The authors train every user's head for 10 more epochs before it is scored
 (`federated.options.tune_epochs`).
 
-The engine does not know these phases, so pfl's loop over users trains them.
+The engine does not know these phases, so pfl's loop over users trains them, in compiled layers on a CPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pfl_ext.algorithms.algorithm import RunContext, register
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.fedper import FedPer, FedPerOptions
 from pfl_ext.algorithms.personal_steps import InPhases, Phase
+from pfl_ext.algorithms.personalised import ONLY_OF_COHORTS
 from pfl_ext.configs import STRICT
 
 
@@ -45,11 +46,11 @@ class FedRep(FedPer):
 
     options: ClassVar[type] = FedRepOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
-    idle_in_runtime: ClassVar[str] = "engine"
+    idle_in_runtime: ClassVar[str] = ONLY_OF_COHORTS
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         options = self.context.options
         epochs, rate = options.personal_epochs, options.personal_learning_rate
         first = Phase(list(self.layout.shapes), epochs, rate, noted=not self.shared)
-        self.clients = Clients(self.context, InPhases([first, Phase(self.shared)]))
+        self.clients = Clients(self.context, InPhases(self.twin, [first, Phase(self.shared)]))

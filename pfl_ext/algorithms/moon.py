@@ -4,10 +4,10 @@ had before (Li, He and Song 2021, "Model-Contrastive Federated Learning", arXiv 
 With z(w; x) the input of the network's last layer for an image x, w_t the server's model as the user received
 it and v_i the model with which the user ended its last round, local SGD lowers the mean over a batch of
 
-    CE(w; x, y) + mu * -log( e^(cos(z, z_glob) / tau) / (e^(cos(z, z_glob) / tau) + e^(cos(z, z_prev) / tau)) ),
-    z = z(w; x),   z_glob = z(w_t; x),   z_prev = z(v_i; x),
+    CE(w; x, y) - mu log( e^(a / tau) / (e^(a / tau) + e^(b / tau)) ),
+    a = cos(z(w; x), z(w_t; x)),   b = cos(z(w; x), z(v_i; x)),
 
-where cos is the cosine of the angle between two vectors and only z depends on what is trained. Then v_i
+where cos is the cosine of the angle between two vectors, and of the z only z(w; x) has a gradient. Then v_i
 becomes the user's new w, and ``w - w_t`` is sent. The server averages as FedAvg does.
 
 What is chosen here:
@@ -16,14 +16,14 @@ What is chosen here:
   every network, also FedAvg's. ``model.arch moon_cnn`` is theirs with that head. Any other classifier is
   compared by the input of its last layer, without a projection head; a map of features counts as its mean
   over positions.
-* In a user's first round v_i is w_t, so the term is ``mu log 2`` with a gradient of 0, and the user trains as
-  in FedAvg. The authors' code has a random network there.
-* All three networks see the same crop of an image. w_t and v_i drop no units, where ``model.dropout`` is true.
+* In a user's first round v_i is w_t, so the term is ``mu log 2`` with a gradient of 0, and the user trains
+  as in FedAvg. The authors' code has a random network there.
+* All three networks see the same crop of an image. Where ``model.dropout`` is true, w_t and v_i drop no units.
 * A round's training loss is the task's, without the term.
 
 With ``mu 0`` this is FedAvg. A user keeps a whole model, which is also scored as its own (`own_images`) where
 ``federated.options.held_out`` sets images aside. The engine does not know these steps, so pfl's loop over
-users makes them; each batch goes through three networks.
+users makes them, in compiled layers on a CPU; each batch goes through three networks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pfl_ext.algorithms.algorithm import RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.personal_parts import BACKBONE, trained_names
 from pfl_ext.algorithms.personal_steps import InPhases, Phase
-from pfl_ext.algorithms.personalised import KeptOptions, Personalised
+from pfl_ext.algorithms.personalised import ONLY_OF_COHORTS, KeptOptions, Personalised
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.decoders import EncoderDecoder
@@ -67,11 +67,11 @@ class Moon(Personalised):
 
     options: ClassVar[type] = MoonOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
-    idle_in_runtime: ClassVar[str] = "engine"
+    idle_in_runtime: ClassVar[str] = ONLY_OF_COHORTS
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._steps = InPhases()
+        self._steps = InPhases(self.twin)
         self.clients = Clients(self.context, self._steps)
 
     @classmethod
@@ -123,15 +123,17 @@ class Contrast:
         self._others = [
             {name.removeprefix(BACKBONE): w for name, w in weights.items()} for weights in (received, before)
         ]
-        self._last = module.backbone.get_submodule(head_of(module.backbone)[0])
+        self._last = head_of(module.backbone)[0]
 
     def __call__(self, *batch: Any) -> Tensor:
         """The loss of images, targets and crops, as `ImageClassifier.loss` takes them."""
-        with self._inputs_of(self._module.backbone) as images, self._inputs_of(self._last) as features:
+        network = self._module.backbone
+        last = network.get_submodule(self._last)
+        with self._inputs_of(network) as images, self._inputs_of(last) as features:
             loss = self._module.loss(*batch)
             with torch.no_grad():
                 for weights in self._others:
-                    torch.func.functional_call(self._module.backbone, weights, (images[0],))
+                    torch.func.functional_call(network, weights, (images[0],))
         z, received, before = (_vectors(of_layer) for of_layer in features)
         near, far = F.cosine_similarity(z, received), F.cosine_similarity(z, before)
         return loss + self._mu * F.softplus((far - near) / self._temperature).mean()

@@ -19,6 +19,7 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
 from pfl_ext.data.user_images import Batch, UserImages
+from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.evaluation import autocast_of
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 
@@ -104,12 +105,17 @@ class Phase:
 
 
 class InPhases:
-    """Trains one user, one phase after another. A phase without variables is left out."""
+    """Trains one user, one phase after another. A phase without variables is left out.
+
+    Args:
+        twin: the network's compiled layers, if there are any.
+        phases: may be changed between users.
+    """
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
 
-    def __init__(self, phases: Sequence[Phase] = ()) -> None:
-        self.phases = phases
+    def __init__(self, twin: CompiledTwin, phases: Sequence[Phase] = ()) -> None:
+        self._twin, self.phases = twin, phases
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
@@ -125,9 +131,10 @@ class InPhases:
                 epochs = phase.num_epochs
             rate = get_param_value(local.local_learning_rate) if phase.rate is None else phase.rate
             descent = Descent(model, local, phase.names, rate, phase.pull, phase.loss)
-            for _ in range(epochs):
-                for batch in images.iter(local.local_batch_size):
-                    descent.step(batch, phase.noted)
+            with self._twin.in_place():
+                for _ in range(epochs):
+                    for batch in images.iter(local.local_batch_size):
+                        descent.step(batch, phase.noted)
         update = model.get_model_difference(start, clone=True)
         model.set_parameters(start)
         return update, Metrics()

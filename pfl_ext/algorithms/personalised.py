@@ -41,11 +41,14 @@ from pfl_ext.algorithms.own_images import OwnImages, Scores
 from pfl_ext.algorithms.personal_parts import FILE, UserParts, trained_names
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import current, is_main
 
 SEEN, USERS, CHANNEL = "seen", "users/", "compression/"
 """Names in a checkpoint: the users who have trained; the prefixes of `UserParts` and of a `Channel`."""
+ONLY_OF_COHORTS = "lanes fuse tune check_engine"
+"""Fields of the runtime that an algorithm does not read whose users all train in pfl's loop."""
 SHOWN = ("mean", "std", "lowest decile", "highest decile")
 BLOCK_BYTES = 2**28
 """Most bytes of users' vectors in memory at a time, while all users are scored."""
@@ -81,6 +84,7 @@ class Personalised(ServerModelAlgorithm):
         self.images = OwnImages.of(context.users, context.options.held_out, context.options.split_seed)
         super().__init__(replace(context, users=self.images.users))
         self.clients, module = Clients(self.context), context.model.pytorch_model
+        self.twin = CompiledTwin(context.model, context.kernels)
         self.layout = FlatVariables(module, self.kept_names(module, context.options))
         shared = set(self.shared_names(module, context.options))
         self.shared = [name for name in trained_names(module) if name in shared]
@@ -189,6 +193,11 @@ class Personalised(ServerModelAlgorithm):
         if every and (number + 1) % every == 0:
             line["clients"] = self.scores(number + 1)
         return state, line
+
+    def arithmetic(self, precision: torch.dtype | None) -> str:
+        """See `Algorithm.arithmetic`. Without an engine it is that of the compiled layers, if any."""
+        compiled = self.twin.arithmetic if self.engine is None else None
+        return super().arithmetic(precision) if compiled is None else compiled
 
     def scores(self, number: int) -> dict[str, Any]:
         """Users' scores after ``number`` rounds, by group (``seen``, ``new``); empty if none is scored.

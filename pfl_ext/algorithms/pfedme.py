@@ -19,7 +19,7 @@ model. No loss is computed at w_i, so a round's training loss is that of the ste
 keys for momentum, weight decay and clipping act on the steps of theta_i; the paper has none of them. In the
 paper all users train and those drawn are averaged; here only those drawn train.
 
-The engine does not know these steps, so pfl's loop over users makes them.
+The engine does not know these steps, so pfl's loop over users makes them, in compiled layers on a CPU.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.personal_steps import Descent, Pull
-from pfl_ext.algorithms.personalised import KeptOptions, Personalised
+from pfl_ext.algorithms.personalised import ONLY_OF_COHORTS, KeptOptions, Personalised
 from pfl_ext.configs import STRICT
 from pfl_ext.data.user_images import UserImages
+from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 
@@ -63,11 +64,11 @@ class PFedMe(Personalised):
 
     options: ClassVar[type] = PFedMeOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
-    idle_in_runtime: ClassVar[str] = "engine"
+    idle_in_runtime: ClassVar[str] = ONLY_OF_COHORTS
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._envelope = Envelope(self.context.options)
+        self._envelope = Envelope(self.context.options, self.twin)
         self.clients = Clients(self.context, self._envelope)
 
     @classmethod
@@ -94,8 +95,8 @@ class Envelope:
     theta: Weights
     """theta_i of the user who trained last."""
 
-    def __init__(self, options: PFedMeOptions) -> None:
-        self._options = options
+    def __init__(self, options: PFedMeOptions, twin: CompiledTwin) -> None:
+        self._options, self._twin = options, twin
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
@@ -109,8 +110,9 @@ class Envelope:
         rate = get_param_value(local.local_learning_rate) * options.proximal_weight
         for _ in range(get_param_value(local.local_num_epochs)):
             for batch in user_dataset.iter(local.local_batch_size):
-                for _ in range(options.personal_steps):
-                    theta.step(batch)
+                with self._twin.in_place():
+                    for _ in range(options.personal_steps):
+                        theta.step(batch)
                 with torch.no_grad():
                     for name, parameter in variables.items():
                         w[name].sub_(w[name] - parameter, alpha=rate)

@@ -41,6 +41,7 @@ WORDS = {
     "fedrep": (f"{OPTION}personal_epochs=2", "--local.clip_by=global"),
     "ditto": (f"{OPTION}personal_learning_rate=0.02",),
     "pfedme": (f"{OPTION}personal_steps=2", f"{OPTION}personal_learning_rate=0.02"),
+    "moon": (f"{OPTION}mu=5", f"{OPTION}held_out=0.25"),
 }
 
 
@@ -137,6 +138,10 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         (["pfedme", f"{OPTION}proximal_weight=0"], "federated.options.proximal_weight is '0': "),
         (["pfedme", f"{OPTION}personal_steps=0"], "federated.options.personal_steps is '0': "),
         (["pfedme", "--local.head_rate_factor=2"], "pfedme moves all of w_i at one rate: set local.head"),
+        (["moon", f"{OPTION}mu=-1"], "federated.options.mu is '-1': "),
+        (["moon", f"{OPTION}temperature=0"], "federated.options.temperature is '0': "),
+        (["moon", "--model.trained=head"], "moon compares the features before the last layer, and no layer"),
+        (["moon", "--runtime.lanes=2"], "--runtime.lanes has no effect where federated.algorithm is moon"),
         (["fedper", "--model.trained=head"], "FedPer would share nothing, as every trained variable stays"),
         (["fedrep", f"{OPTION}personal=conv,fc"], "FedRep would share nothing"),
         (["fedper", "--federated.replacement=true"], "a user keeps one state of its own, and must come once"),

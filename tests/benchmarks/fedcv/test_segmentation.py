@@ -167,6 +167,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
             ([f"--federated.algorithm={name}"], "ends in a convolution")
             for name in ("fedncm", "fed3r", "fedcof")
         ),
+        (["--federated.algorithm=moon"], "moon compares one vector of features for each image, which a"),
         ([*LITE, "--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
         (
             ["--model.channel_norm=data", "--model.trained=head"],

@@ -1,7 +1,8 @@
-"""The rows of NIID-Bench do what a plain loop of torch does, written here from the protocol alone."""
+"""The rows of NIID-Bench and MOON do what a plain loop of torch does, written from the protocols alone."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.published.rows import read_row
 from benchmarks.visual_classification.config import VISION, Config
 from pfl_ext.data.federated_dataset import FederatedImageDataset
-from pfl_ext.models.small import lenet
+from pfl_ext.models.small import lenet, moon_cnn
 from pfl_ext.tasks.single_label import SingleLabel
 
 SIZES = (150, 64, 20)
@@ -38,7 +39,10 @@ ROWS = {
     "fedprox": "niid-fedprox-dirichlet-fn",
     "fednova": "niid-fednova-dirichlet-fn",
     "scaffold": "niid-scaffold-dirichlet-fn",
+    "moon": "moon-moon-dirichlet",
 }
+MORE = {"fedprox": [f"--federated.mu={MU}"], "moon": ["--model.normalisation=none"]}
+"""The images of `Store` have no mean and deviation of their own."""
 
 
 @dataclass
@@ -85,11 +89,20 @@ def seen(images: Tensor, crops: Tensor) -> Tensor:
     return torch.stack(out)
 
 
+def contrastive(net: nn.Module, received: nn.Module, before: nn.Module, x: Tensor) -> Tensor:
+    """The authors' term: the cross-entropy of the cosines over tau, of which the first is right."""
+    networks = ([*network.children()][:-1] for network in (net, received, before))
+    z, *others = (nn.Sequential(*layers)(x) for layers in networks)
+    logits = torch.stack([F.cosine_similarity(z, other.detach(), dim=1) / 0.5 for other in others], 1)
+    return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+
 def plain(
     start: dict[str, Tensor], users: FederatedImageDataset, algorithm: str, off: float = 0.0
 ) -> list[dict[str, Tensor]]:
     """The server's weights after each round, in float64; ``off``: by which the first are wrong."""
-    net = lenet(10, 32).double()
+    net = (moon_cnn if algorithm.startswith("moon") else lenet)(10, 32).double()
+    before: dict[int, nn.Module] = {}
     draw = torch.Generator().manual_seed(1)
     at = {
         name: p.double() * (1 + off * (2 * torch.rand(p.shape, generator=draw, dtype=torch.float64) - 1))
@@ -103,6 +116,8 @@ def plain(
         moves, changes, counts = [], [], []
         for user in range(len(SIZES)):
             net.load_state_dict(at)
+            received = copy.deepcopy(net)
+            others = received, before.get(user, received)
             optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
             data, steps = users.user_dataset(user), 0
             for _ in range(2):
@@ -111,6 +126,8 @@ def plain(
                     if algorithm == "fedprox":
                         away = sum((p - at[name]).square().sum() for name, p in net.named_parameters())
                         loss = loss + MU / 2 * away
+                    if algorithm == "moon":
+                        loss = loss + 5.0 * contrastive(net, *others, seen(images, crops))
                     optimizer.zero_grad()
                     torch.autograd.backward([loss])
                     optimizer.step()
@@ -119,6 +136,7 @@ def plain(
                         with torch.no_grad():
                             for name, p in net.named_parameters():
                                 p.sub_(RATE * (c[name] - own[user][name]))
+            before[user] = copy.deepcopy(net)
             assert steps == 2 * math.ceil(SIZES[user] / 64), "the last smaller batch is kept"
             moves.append({name: at[name] - p.detach() for name, p in net.named_parameters()})
             changes.append({name: moves[-1][name] / (steps * RATE) - c[name] for name in at})
@@ -144,8 +162,8 @@ def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def test_rounds_are_those_of_a_plain_loop(algorithm: str, engine: str) -> None:
     """As far as rounding in float32 allows: what weights that are off by it would change (`rounding_of`)."""
     row = read_row(ROWS[algorithm])
-    more = [f"--federated.mu={MU}"] if algorithm == "fedprox" else []
-    run = VISION.parse([*row.words(0), *SMALL, *more, f"--runtime.engine={engine}", "--runtime.device=cpu"])
+    runtime = (f"--runtime.engine={engine}", "--runtime.device=cpu")
+    run = VISION.parse([*row.words(0), *SMALL, *MORE.get(algorithm, []), *runtime])
     start, ours, users = trained(run)
     theirs = plain(start, users, algorithm)
     widest = max(m.weight[0].numel() for m in lenet(10, 32) if isinstance(m, nn.Conv2d | nn.Linear))
@@ -155,5 +173,5 @@ def test_rounds_are_those_of_a_plain_loop(algorithm: str, engine: str) -> None:
     for number, (mine, exact, moved) in enumerate(zip(ours, theirs, wrong), 1):
         allowed = 2 * gap(exact, moved) + 2 * math.sqrt(number * steps) * UNIT * gap(exact, zero)
         assert gap(mine, exact) <= allowed
-    other = plain(start, users, "fedprox" if algorithm == "fedavg" else "fedavg")[-1]
+    other = plain(start, users, {"fedavg": "fedprox", "moon": "moon without mu"}.get(algorithm, "fedavg"))[-1]
     assert gap(other, theirs[-1]) > allowed, "another algorithm would be seen"
