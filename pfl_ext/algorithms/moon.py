@@ -18,7 +18,7 @@ What is chosen here:
   over positions.
 * In a user's first round v_i is w_t, so the term is ``mu log 2`` with a gradient of 0, and the user trains
   as in FedAvg. The authors' code has a random network there.
-* All three networks see the same crop of an image. Where ``model.dropout`` is true, w_t and v_i drop no units.
+* All three networks see the same crop of an image. With ``model.dropout`` w_t and v_i drop no units.
 * A round's training loss is the task's, without the term.
 
 With ``mu 0`` this is FedAvg. A user keeps a whole model, which is also scored as its own (`own_images`) where

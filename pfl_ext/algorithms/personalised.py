@@ -136,11 +136,17 @@ class Personalised(ServerModelAlgorithm):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a network without variables to keep, and states that need more disk than is allowed.
+        """Refuse a network without variables to keep, scores of no images, and states that need more disk
+        than is allowed.
 
         Raises:
             ValueError: one line with the reason.
         """
+        if setup.options.score_every and not setup.options.held_out:
+            raise ValueError(
+                "federated.options.score_every has no effect where federated.options.held_out is 0, as no "
+                "image is set aside: give a share of images, such as 0.25, or leave score_every out"
+            )
         state, most = cls.state_bytes(setup), setup.options.max_state_gb
         if state / 1e9 > most:
             numbers = state // (4 * setup.touched)

@@ -70,13 +70,13 @@ _MODULES = {
     "fedma fednas fedncm fednova fedprox finite_field matching on_pfl optimizers "
     "per_user scaffold secure_aggregation secure_sum split turbo_aggregate "
     "user_vectors decentralised dsgd hierarchical pushsum topologies vertical ditto fedbn fedper fedrep "
-    "controls cohort_vectors feddyn "
+    "controls cohort_vectors feddyn moon "
     "own_images pfedme personal_parts personal_steps personalised",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc sampling schedule transforms",
     "pfl_ext/engine": "card cohort gradients graphs lane norms one_step plan pool selfcheck tape "
     "training trim",
-    "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow",
+    "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow twin",
     "pfl_ext/models": "classifier darts decoders detection drawing encoders features genotype lora "
     "parties parts prefix pretrained random_features scatternet segmentation small standardised "
     "trained weights",

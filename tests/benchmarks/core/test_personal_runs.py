@@ -139,6 +139,10 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         (["pfedme", f"{OPTION}personal_steps=0"], "federated.options.personal_steps is '0': "),
         (["pfedme", "--local.head_rate_factor=2"], "pfedme moves all of w_i at one rate: set local.head"),
         (["moon", f"{OPTION}mu=-1"], "federated.options.mu is '-1': "),
+        (
+            ["moon", f"{OPTION}score_every=2"],
+            "federated.options.score_every has no effect where federated.opt",
+        ),
         (["moon", f"{OPTION}temperature=0"], "federated.options.temperature is '0': "),
         (["moon", "--model.trained=head"], "moon compares the features before the last layer, and no layer"),
         (["moon", "--runtime.lanes=2"], "--runtime.lanes has no effect where federated.algorithm is moon"),

@@ -175,3 +175,18 @@ def test_rounds_are_those_of_a_plain_loop(algorithm: str, engine: str) -> None:
         assert gap(mine, exact) <= allowed
     other = plain(start, users, {"fedavg": "fedprox", "moon": "moon without mu"}.get(algorithm, "fedavg"))[-1]
     assert gap(other, theirs[-1]) > allowed, "another algorithm would be seen"
+
+
+def test_the_protocol_of_moon() -> None:
+    rows = {name: read_row(f"moon-{name}-dirichlet") for name in ("fedavg", "fedprox", "moon")}
+    configs = {name: VISION.parse(row.words(1)).config for name, row in rows.items()}
+    niid = VISION.parse(read_row("niid-fedavg-dirichlet-nb").words(1)).config
+    for name, config in configs.items():
+        assert (config.local, config.augment, config.server) == (niid.local, niid.augment, niid.server)
+        assert config.data.partition == niid.data.partition == "lda-legacy-0.5-clients-10-seed-1"
+        assert (config.model.arch, config.model.normalisation) == ("moon_cnn", "data")
+        assert (config.federated.num_rounds, config.federated.cohort_size) == (100, 10)
+        assert (config.federated.algorithm, rows[name].scored) == (name, "last round")
+    assert configs["fedprox"].federated.mu == 0.01
+    options = configs["moon"].federated.options or {}
+    assert (options["mu"], options["temperature"], options["held_out"]) == (5, 0.5, 0)

@@ -78,7 +78,20 @@ def test_networks_of_personalised_learning_have_their_layers(
         build(arch, input_size=15)
 
 
-@pytest.mark.parametrize("arch", ["cifar_cnn", "lenet", "fedavg_cnn", "fedrep_cnn"])
+def test_moons_network_is_lenets_body_with_a_projection_head() -> None:
+    layers = [*build("moon_cnn").children()]
+    assert [str(layer) for layer in layers[:11]] == [
+        str(layer) for layer in [*build("lenet").children()][:11]
+    ]
+    linear = [tuple(layer.weight.shape) for layer in layers[11:] if isinstance(layer, nn.Linear)]
+    assert linear == [(84, 84), (256, 84), (10, 256)]
+    kinds = [type(layer) for layer in layers[10:]]
+    assert kinds == [nn.ReLU, nn.Linear, nn.ReLU, nn.Linear, nn.Linear], "no ReLU after the projection"
+    with pytest.raises(ValueError, match="moon_cnn leaves nothing of that: use at least 16"):
+        build("moon_cnn", input_size=15)
+
+
+@pytest.mark.parametrize("arch", ["cifar_cnn", "lenet", "fedavg_cnn", "fedrep_cnn", "moon_cnn"])
 def test_the_engine_takes_small_networks_apart(arch: str) -> None:
     assert CohortEngine(ImageClassifier(build(arch), input_size=32, task=SingleLabel()))._fusable
 
