@@ -46,6 +46,7 @@ from pfl_ext.algorithms.personalised import ONLY_OF_COHORTS, KeptOptions, Person
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.decoders import EncoderDecoder
+from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.trained import head_of
 
 
@@ -83,10 +84,10 @@ class Moon(Personalised):
         """
         super().check(setup)
         backbone = setup.module.backbone
-        if isinstance(backbone, EncoderDecoder):
+        if isinstance(backbone, EncoderDecoder | PartyNetworks):
             raise ValueError(
-                "moon compares one vector of features for each image, which a network for masks or boxes "
-                "does not have: choose another federated.algorithm"
+                "moon compares one vector of features for each image, which a network for masks or boxes or "
+                "of several parties does not have: choose another federated.algorithm"
             )
         last = f"{BACKBONE}{head_of(backbone)[0]}."
         if all(name.startswith(last) for name in trained_names(setup.module)):

@@ -144,6 +144,10 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
             "federated.options.score_every has no effect where federated.opt",
         ),
         (["moon", f"{OPTION}temperature=0"], "federated.options.temperature is '0': "),
+        (
+            ["moon", "--model.parties=4", "--model.arch=cifar_cnn"],
+            "moon compares one vector of features for each image, which a",
+        ),
         (["moon", "--model.trained=head"], "moon compares the features before the last layer, and no layer"),
         (["moon", "--runtime.lanes=2"], "--runtime.lanes has no effect where federated.algorithm is moon"),
         (["fedper", "--model.trained=head"], "FedPer would share nothing, as every trained variable stays"),
