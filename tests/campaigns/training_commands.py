@@ -4,6 +4,7 @@
 
 `tests.test_commands` has every command read by its program; here training commands run to their results, in
 processes of their own, with the embedded data set in place of theirs and one round or epoch in place of all.
+A file that a command reads from another's ``--run_dir`` is that of its run before, in this call.
 Prints a line for each, and ends with 1 if any failed. With ``--output`` it goes on after a stop: commands
 whose success stands in the file are not run again.
 """
@@ -68,10 +69,14 @@ def training_commands(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]
                         yield path.relative_to(ROOT).as_posix(), module, tuple(words)
 
 
-def short(module: str, words: Sequence[str], fitted: Mapping[str, str], run_dir: Path) -> list[str]:
+def short(
+    module: str, words: Sequence[str], fitted: Mapping[str, str], run_dir: Path, made: Mapping[str, Path]
+) -> list[str]:
     """The command's words for one round on the embedded data set, with some ``fitted`` keys."""
     experiment: type[Experiment[Any]] = imported(module).EXPERIMENT
     given = experiment.benchmark.words(words)
+    for named, path in made.items():
+        given = {key: value.replace(f"{named}/", f"{path}/") for key, value in given.items()}
     kept = [
         f"--{key}={MANY_CLIENTS.sub('-clients-10', str(value))}"
         for key, value in given.items()
@@ -87,12 +92,13 @@ def short(module: str, words: Sequence[str], fitted: Mapping[str, str], run_dir:
     return [*kept, *length, f"--run_dir={run_dir}", "--runtime.threads=1", "--runtime.progress=false"]
 
 
-def outcome(module: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
-    """The exit code of a command and its last line."""
+def outcome(module: str, words: Sequence[str], folder: Path, made: dict[str, Path]) -> tuple[int, str]:
+    """The exit code of a command and its last line. ``made``: the run of each ``--run_dir`` so far."""
     fitted: dict[str, str] = {}
     while True:
         try:
-            shortened = short(module, words, fitted, folder / f"run{len(fitted)}")
+            run_dir = folder / f"run{len(fitted)}"
+            shortened = short(module, words, fitted, run_dir, made)
             done = subprocess.run(
                 warmly(module, *shortened), cwd=ROOT, env=environment(WANDB_MODE="offline"),
                 capture_output=True, text=True, timeout=LIMIT_S, check=False,
@@ -108,6 +114,8 @@ def outcome(module: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
                 fitted[key] = value or refusal[1]
                 break
         else:
+            if not code and (named := dict(zip(words, words[1:])).get("--run_dir")):
+                made[named] = run_dir
             return code, said.rpartition("\n")[2]
 
 
@@ -121,6 +129,7 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, dict[str, Any]] = {each["command"]: each for each in kept}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        made: dict[str, Path] = {}
         listed = list(training_commands(folder))
         chosen = [each for each in listed if options.only in " ".join((each[0], each[1], *each[2]))]
         for number, (place, module, words) in enumerate(chosen):
@@ -130,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
             begin = time.monotonic()
             run = folder / str(number)
             run.mkdir()
-            code, said = outcome(module, words, run)
+            code, said = outcome(module, words, run, made)
             seconds = round(time.monotonic() - begin)
             print(f"{number + 1}/{len(chosen)} {code} {seconds:4} s  {place}: {line}", flush=True)
             if code:
