@@ -45,7 +45,8 @@ def train_commands() -> Mapping[str, str]:
 
 def report_commands() -> Mapping[str, str]:
     """What ``fl-report`` runs."""
-    return {**_found(ROOT, "report"), "published": "benchmarks.published.verify"}
+    several = {"compare": "benchmarks.compare"}
+    return {**several, **_found(ROOT, "report"), "published": "benchmarks.published.verify"}
 
 
 def fl_data() -> int:

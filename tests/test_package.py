@@ -167,6 +167,10 @@ def test_a_command_lists_what_it_can_do_and_refuses_the_rest(
     assert not ended.value.code
 
 
+def test_the_table_for_a_paper_is_made_by_an_installed_command() -> None:
+    assert console.report_commands()["compare"] == "benchmarks.compare"
+
+
 def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     """In an environment of its own, which finds torch and the like where these tests do."""
     home, work = tmp_path / "venv", tmp_path / "work"

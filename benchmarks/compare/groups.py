@@ -17,7 +17,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord
 
-MOST_KEYS = 2
+MOST_KEYS = 3
 """Keys that a label names; where more differ, it names the directory."""
 MOST_LETTERS = 70
 
@@ -27,6 +27,7 @@ class Group:
     """Runs that differ by their seed alone, by ascending seed."""
 
     label: str
+    """Its name on the page, see `labelled`."""
     runs: tuple[RunRecord, ...]
     trained: type[Experiment[Any]]
     """What was trained, which says by which scores runs are judged, and which keys have an effect."""
@@ -88,27 +89,31 @@ class Comparison:
         return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
-def label_groups(groups: Sequence[tuple[RunRecord, ...]]) -> list[str]:
-    """A name for each group: its setting and, among groups of one setting, as few keys as tell it from them.
+def labelled(groups: Sequence[Group]) -> list[Group]:
+    """The groups, each with a label: its setting and, among groups of one setting, keys that tell it apart.
 
-    Where these are many, it is the setting and the directory of the first run.
+    The setting has its algorithm, too, where the command line gave another than the setting's own. Where the
+    keys are many, the label is the setting and the directory of the first run.
     """
-    trees = [experiment(dataclasses.asdict(runs[0].config), type(runs[0].config)) for runs in groups]
-    settings = [str(runs[0].config.setting) or "no setting" for runs in groups]
+    trees = [group.keys for group in groups]
+    settings = [group.trained.benchmark.name_of(group.runs[0].config) or "no setting" for group in groups]
     labels = []
-    for runs, tree, setting in zip(groups, trees, settings):
+    for group, tree, setting in zip(groups, trees, settings):
         rivals = [other for other, name in zip(trees, settings) if name == setting and other != tree]
         apart = _apart(tree, rivals)
         if len(apart) <= MOST_KEYS:
-            named = [f"{key.rpartition('.')[2]} {tree.get(key)}" for key in apart]
+            short = [key.rpartition(".")[2] for key in apart]
+            words = [key if short.count(one) > 1 else one for key, one in zip(apart, short)]
+            named = [f"{word} {tree.get(key)}" for word, key in zip(words, apart)]
             labels.append(", ".join([setting, *named]))
         else:
-            labels.append(f"{setting} ({runs[0].directory.name})")
+            labels.append(f"{setting} ({group.runs[0].directory.name})")
     several = Counter(labels)
-    for place, runs in enumerate(groups):
+    for place, group in enumerate(groups):
         if several[labels[place]] > 1:
-            labels[place] = f"{settings[place]} ({runs[0].directory})"
-    return [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
+            labels[place] = f"{settings[place]} ({group.runs[0].directory})"
+    cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
+    return [dataclasses.replace(group, label=label) for group, label in zip(groups, cut)]
 
 
 def _apart(tree: Tree, rivals: Sequence[Tree]) -> list[str]:

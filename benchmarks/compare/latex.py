@@ -76,10 +76,13 @@ def latex(comparison: Comparison, command: str) -> str:
     if any(map(privacy_of, groups)):
         said.append("Epsilon is the largest over the seeds, of one run by itself.")
     commits = {run.outcome.get("commit") or "unknown": None for group in groups for run in group.finished}
+    of_runs = (
+        f"the runs are of commit {clean(', '.join(map(str, commits)))}" if commits else "no run has ended"
+    )
     lines = [
         "% needs \\usepackage{booktabs}",
         f"% made by: {clean(command)}",
-        f"% at commit {commit() or 'unknown'}; the runs are of commit {clean(', '.join(map(str, commits)))}",
+        f"% at commit {commit() or 'unknown'}; {of_runs}",
         "\\begin{table}",
         "\\centering",
         f"\\caption{{{' '.join(said)}}}",

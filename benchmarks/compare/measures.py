@@ -108,7 +108,9 @@ def _measures(run: RunRecord) -> Iterator[Measure]:
         for each in single_users.of_run(run):
             section = f"users' {shown(each.score)}, {each.kind}"
             for key, value in each.values.items():
-                yield Measure(section, single_users.COLUMNS[key], _unit_of_users(key, each.score), value)
+                yield Measure(
+                    section, single_users.column(key, each.score), _unit_of_users(key, each.score), value
+                )
     yield from _time(run)
     yield from _traffic(run)
     yield from _cost(run)

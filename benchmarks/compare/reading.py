@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.groups import Comparison, Group, label_groups
+from benchmarks.compare.groups import Comparison, Group, labelled
 from benchmarks.compare.measures import Measure, measures
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import digest, tree_digest
@@ -56,8 +56,7 @@ def compare(paths: Iterable[Path]) -> Comparison:
     ]
     shown = {run.directory for run in (*kept, *under_way)}
     groups = by_experiment(record for record in records if record.directory in shown)
-    labels = label_groups(groups)
-    made = [Group(label, runs, trained[runs[0].directory]) for label, runs in zip(labels, groups)]
+    made = labelled([Group("", runs, trained[runs[0].directory]) for runs in groups])
     return Comparison(tuple(made), tuple(left_out), found)
 
 

@@ -166,8 +166,9 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
     by = experiment.config.evaluation.best_by
     chosen = "is the last" if by == "last" else f"was best on val by {by}"
     print(
-        f"\n{results['setting']} on {results['dataset']}, seed {results['seed']}: the model of "
-        f"{results['unit']} {results['best_step']} of {results['rounds']} {chosen}; "
+        f"\n{experiment.benchmark.name_of(experiment.config)} on {results['dataset']}, "
+        f"seed {results['seed']}: the model of {results['unit']} "
+        f"{results['best_step']} of {results['rounds']} {chosen}; "
         + (f"{results['wall_clock_s']:.0f} s " if "wall_clock_s" in results else "")
         + f"on {results['hardware']}"
     )
@@ -221,8 +222,8 @@ def _train(
     facts |= {"own_code": found} if (found := own_code()) else {}
     if is_main():
         print(
-            f"training {config.setting} ({config.model.arch}, {experiment.description()}) on {data_path}, "
-            f"device {get_default_device()}, into {files.path}",
+            f"training {experiment.benchmark.name_of(config)} ({config.model.arch}, "
+            f"{experiment.description()}) on {data_path}, device {get_default_device()}, into {files.path}",
             flush=True,
         )
     inputs = inputs_of(experiment, module, data_path)

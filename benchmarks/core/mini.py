@@ -58,7 +58,10 @@ class DataSource:
             if path.is_dir():
                 raise ValueError(f"--data_path {path} is a folder; give the HDF5 file")
             if not path.is_file():
-                raise ValueError(f"--data_path {path}: no such file; make it with {self.maker}")
+                raise ValueError(
+                    f"--data_path {path}: no such file; {self.maker} makes one, and of your own "
+                    "images python -m dataset.convert"
+                )
             return list(argv), path
         has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
         scale = next((name for name in (f"mini-{setting}", "mini") if name in scales), None)

@@ -137,7 +137,7 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
         raise ValueError(f"{directory} is no directory: give that of a run")
     record, experiment = read_any(directory)
     if record.results is None:
-        raise not_whole(directory, "it has not ended")
+        raise ValueError(f"{directory}: it has not ended; its training command, given again, goes on with it")
     classes = _classes(record)
     file = directory / "model.safetensors"
     if not file.is_file():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting.runs import DAMAGE, RunRecord
 from benchmarks.reporting.tables import csv_table, markdown_table, spread
+from dataset.store.index import SPLITS
 
 GROUPS = {"seen": "seen in training", "new": "new"}
 MODELS = {"server": "", "personal": ", own models"}
@@ -22,6 +23,8 @@ COLUMNS = {
     "variance without noise": "variance without noise",
 }
 """What a table shows of the scores of single users, by the key of ``results.json``."""
+LOWER_IS_BETTER = {"loss": {"lowest decile": "best decile", "highest decile": "worst decile"}}
+"""The columns of scores that are the better the lower they are, where they are others than in `COLUMNS`."""
 COUNTS = ("n", "least images")
 HEADS = ("row", "users", *(name for key, name in COLUMNS.items() if key != "n"))
 NOTE = (
@@ -35,10 +38,15 @@ class UserScores(NamedTuple):
     """How one score of one model differs over users of one kind."""
 
     kind: str
-    """Kind of users and models, in words."""
+    """Kind of users and models, in words, with the split where the images are no held-out training images."""
     score: str
     values: Tree
     """The numbers that are known, by the keys of `COLUMNS`."""
+
+
+def column(key: str, score: str) -> str:
+    """The name of the column that holds this key of a score: the worst users have the highest loss."""
+    return LOWER_IS_BETTER.get(score, {}).get(key, COLUMNS[key])
 
 
 def of_run(run: RunRecord) -> Iterator[UserScores]:
@@ -46,11 +54,13 @@ def of_run(run: RunRecord) -> Iterator[UserScores]:
     for group, kind in GROUPS.items():
         for model, words in MODELS.items():
             with suppress(*DAMAGE):
-                found = run.outcome.get("clients", {}).get(group, {}).get(model, {}).get("users", {})
+                scored = run.outcome.get("clients", {}).get(group, {})
+                split = f", of {scored['split']}" if scored.get("split") in SPLITS else ""
+                found = scored.get(model, {}).get("users", {})
                 for score, values in found.items():
                     known = {key: float(values[key]) for key in COLUMNS if key in values}
                     if known.get("n"):
-                        yield UserScores(f"{kind}{words}", score, known)
+                        yield UserScores(f"{kind}{split}{words}", score, known)
 
 
 def rows(label: str, runs: Sequence[RunRecord], score: str) -> list[list[str]]:

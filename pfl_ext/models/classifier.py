@@ -150,7 +150,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
     if arch not in known:
         near = difflib.get_close_matches(arch, known, 1)
         hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
-        raise ValueError(f"torchvision has no classifier {arch!r}; {hint}")
+        raise ValueError(f"model.arch is {arch!r}, a network that is not known; {hint}")
     shape = {"image_size": config.input_size} if arch.startswith("vit_") else {}
     try:
         return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))

@@ -159,8 +159,12 @@ def test_names_are_printed_as_they_are(text: str, expected: str) -> None:
     assert escaped(text) == expected
 
 
-def test_names_can_do_no_harm(tmp_path: Path) -> None:
-    comparison = hostile(tmp_path)
+def test_a_table_of_runs_under_way_says_that_none_has_ended(folder: Path) -> None:
+    assert latex(compare([folder / "half"]), "command").splitlines()[2].endswith("; no run has ended")
+
+
+def test_names_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = hostile(tmp_path, monkeypatch)
     text = latex(comparison, "python \n\\input{/etc/passwd}")
     assert [line for line in text.splitlines() if "passwd" in line] == [text.splitlines()[1]]
     _, *rows = rows_of(text)

@@ -272,7 +272,7 @@ def test_what_is_refused(
     (renamed / "results.json").write_text(json.dumps(results(labelled) | of_others))
     for words, reason in (
         ([str(tmp_path / "none")], "is no directory"),
-        ([str(killed)], "it has not ended"),
+        ([str(killed)], "killed: it has not ended; its training command, given again, goes on with it"),
         ([str(changed)], "model.safetensors is not the model of results.json"),
         ([str(labelled), "--split=test", "--images", str(text)], "--images is for image files"),
         ([str(labelled), "--images", str(text)], f"{text} cannot be used: it cannot be decoded"),

@@ -103,15 +103,15 @@ def test_a_run_scores_its_users_and_a_report_shows_them(
     assert again["clients"]["new"] == new, "the model is the same"
     assert run(report.main, [str(tmp_path), f"--output_dir={tmp_path / 'report'}"]) == 0
     said = capsys.readouterr().out
-    line = next(line for line in said.splitlines() if f"| {len(values)} new |" in line)
+    line = next(line for line in said.splitlines() if f"| {len(values)} new, of test |" in line)
     cells = [f"{of_users[key]:.1f}" for key in ("mean", "lowest decile", "highest decile", "std")]
     assert line == (
-        f"| fedavg | {len(values)} new | {min(sizes)} | {' | '.join(cells)} | "
+        f"| fedavg | {len(values)} new, of test | {min(sizes)} | {' | '.join(cells)} | "
         f"{of_users['variance without noise']:.1f} |"
     )
     text = (tmp_path / "report" / "users.csv").read_text().splitlines()
     assert text[0] == ",".join(single_users.HEADS)
-    assert text[1].startswith(f"fedavg,{len(values)} new,{min(sizes)},{cells[0]},")
+    assert text[1].startswith(f'fedavg,"{len(values)} new, of test",{min(sizes)},{cells[0]},')
 
 
 def test_two_workers_score_users_as_one_does(tmp_path: Path) -> None:

@@ -123,7 +123,10 @@ def test_a_decoder_is_always_trained(trained: str) -> None:
         ({"channel_norm": "data"}, "has no norm that it could be: set it to group"),
         ({"weights": IMAGENET, "keep_head": True}, "holds no decoder of .*: set model.keep_head to false"),
         ({"arch": "unet_efficientnet_lite0", "dropout": True}, "has no dropout: leave it out"),
-        ({"arch": "unet_resnet19"}, "has no classifier 'unet_resnet19'; did you mean unet_resnet1"),
+        (
+            {"arch": "unet_resnet19"},
+            "is 'unet_resnet19', a network that is not known; did you mean unet_resnet1",
+        ),
     ],
 )
 def test_what_a_decoder_does_not_go_with_is_refused(options: dict[str, Any], reason: str) -> None:

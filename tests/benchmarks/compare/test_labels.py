@@ -1,0 +1,52 @@
+"""What the rows of a comparison are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare.reading import compare
+from benchmarks.fedcv.classification.config import CLASSIFICATION
+from tests.benchmarks.made_runs import make_run
+
+
+def test_a_row_says_its_algorithm_where_the_setting_has_another(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", "fl-r-17", "--federated.algorithm=scaffold")
+    make_run(tmp_path / "other", "c-r-17")
+    labels = {group.label for group in compare([tmp_path]).groups}
+    assert labels == {"FL-R-17, algorithm scaffold", "C-R-17"}
+    make_run(tmp_path / "third", "fl-r-17")
+    labels = {group.label for group in compare([tmp_path]).groups}
+    assert labels == {"FL-R-17, algorithm scaffold", "C-R-17", "FL-R-17"}
+
+
+def test_a_row_with_three_keys_of_its_own_is_called_by_these(tmp_path: Path) -> None:
+    values = {"local.num_epochs": 3, "local.batch_size": 8, "local.learning_rate": 0.3}
+    argv = [f"--{key}={value}" for key, value in values.items()]
+    make_run(tmp_path / "p0", "fl-r-17", *argv)
+    for left in range(3):
+        make_run(tmp_path / f"other{left}", "fl-r-17", *(argv[:left] + argv[left + 1 :]))
+    labels = [group.label for group in compare([tmp_path]).groups]
+    (label,) = [label for label in labels if all(str(value) in label for value in (3, 8, 0.3))]
+    assert label == "FL-R-17, learning_rate 0.3, num_epochs 3, batch_size 8"
+
+
+def test_two_keys_with_one_last_word_are_named_in_full(tmp_path: Path) -> None:
+    for local, server in ((0.1, 0.1), (0.1, 0.3), (0.3, 0.1)):
+        argv = f"--local.learning_rate={local}", f"--server.learning_rate={server}"
+        make_run(tmp_path / f"{local} {server}", "fl-r-17", *argv)
+    labels = {group.label for group in compare([tmp_path]).groups}
+    assert "FL-R-17, local.learning_rate 0.1, server.learning_rate 0.1" in labels
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["--config=fedavg"], "fedavg"),
+        (["--config=fedavg", "--federated.algorithm=scaffold"], "fedavg, algorithm scaffold"),
+        (["--config=fedavg", "--federated.algorithm=scaffold", "--setting=mine"], "mine"),
+    ],
+)
+def test_the_name_of_a_run(argv: list[str], name: str) -> None:
+    assert CLASSIFICATION.name_of(CLASSIFICATION.parse(argv).config) == name
