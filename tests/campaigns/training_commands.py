@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def outcome(module: str, words: Sequence[str], folder: Path, made: dict[str, Pat
                 fitted[key] = value or refusal[1]
                 break
         else:
-            if not code and (named := dict(zip(words, words[1:])).get("--run_dir")):
+            if not code and (named := dict(pairwise(words)).get("--run_dir")):
                 made[named] = run_dir
             return code, said.rpartition("\n")[2]
 
