@@ -37,6 +37,7 @@ from pfl_ext.data.federated_dataset import (
 from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import kernels_for
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.tuning import Tuner
@@ -153,8 +154,11 @@ def run_context(
     weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
     model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
     engine, unread = None, config.federated.chosen.idle_in_runtime.split()
+    kernels: CpuKernels | None = None
     fast = runtime.engine == "fast" and "engine" not in unread
-    if fast and "lanes" not in unread:
+    if fast and "lanes" in unread:
+        kernels = kernels_for(chosen.module) if runtime.cpu_kernels else None
+    elif fast:
         engine = CohortEngine(
             chosen.module,
             lanes=runtime.lanes,
@@ -165,6 +169,7 @@ def run_context(
             cpu_kernels=runtime.cpu_kernels,
             rate_varies=local.schedule != "constant",
         )
+        kernels = engine.kernels  # loaded, or found missing, once
     return RunContext(
         **vars(chosen),
         model=model,
@@ -179,7 +184,7 @@ def run_context(
         server_rate=partial(config.server.rate, num_rounds=config.federated.num_rounds),
         postprocessors=[weighting] if mechanism is None else [weighting, mechanism],
         engine=engine,
-        kernels=kernels_for(chosen.module) if fast and runtime.cpu_kernels else None,
+        kernels=kernels,
         accumulate=accumulate,
         config_hash=digest(config)[:16],
         check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)

@@ -77,12 +77,18 @@ class Moon(Personalised):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `Personalised` refuses, and networks without features that training changes.
+        """Refuse what `Personalised` refuses, a temperature of no term, and networks without features that
+        training changes.
 
         Raises:
             ValueError: one line with the reason.
         """
         super().check(setup)
+        if not setup.options.mu and setup.options.temperature != MoonOptions.temperature:
+            raise ValueError(
+                "federated.options.temperature has no effect where federated.options.mu is 0, which leaves "
+                "the term out: give mu, or leave temperature out"
+            )
         backbone = setup.module.backbone
         if isinstance(backbone, EncoderDecoder | PartyNetworks):
             raise ValueError(

@@ -142,12 +142,14 @@ class Personalised(ServerModelAlgorithm):
         Raises:
             ValueError: one line with the reason.
         """
-        if setup.options.score_every and not setup.options.held_out:
+        options = setup.options
+        unread = [key for key in ("score_every", "split_seed") if getattr(options, key)]
+        if unread and not options.held_out:
             raise ValueError(
-                "federated.options.score_every has no effect where federated.options.held_out is 0, as no "
-                "image is set aside: give a share of images, such as 0.25, or leave score_every out"
+                f"federated.options.{unread[0]} has no effect where federated.options.held_out is 0, as no "
+                f"image is set aside: give a share of images, such as 0.25, or leave {unread[0]} out"
             )
-        state, most = cls.state_bytes(setup), setup.options.max_state_gb
+        state, most = cls.state_bytes(setup), options.max_state_gb
         if state / 1e9 > most:
             numbers = state // (4 * setup.touched)
             raise ValueError(

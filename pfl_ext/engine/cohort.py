@@ -88,9 +88,10 @@ class CohortEngine:
         self.readers = Readers(reader_threads)
         self._reading = Reading(model.task, self._device)
         self._pool, self._path = LanePool(self._device), 0
-        self._kernels = kernels_for(model) if cpu_kernels else None
+        self.kernels = kernels_for(model) if cpu_kernels else None
+        """The compiled functions; None: torch computes."""
         self.watch = Watch()
-        self._build(False, layers_for(self._kernels, None))
+        self._build(False, layers_for(self.kernels, None))
 
     def _build(self, whole: bool, layers: CpuLayers | GpuLayers | None) -> None:
         self._built = (whole, layers)
@@ -123,7 +124,7 @@ class CohortEngine:
 
     def _prepare_network(self, precision: torch.dtype | None, whole: bool) -> torch.dtype | None:
         """Returns the type of torch's autocast."""
-        layers: CpuLayers | GpuLayers | None = layers_for(self._kernels, precision)
+        layers: CpuLayers | GpuLayers | None = layers_for(self.kernels, precision)
         if self.on_gpu and precision is not None and self._path < 3:
             layers = GpuLayers(precision)
         if (whole, layers) != self._built:
@@ -168,7 +169,7 @@ class CohortEngine:
             prefetch=self._prefetch,
             reader_threads=self.readers.threads,
             fuse=self.arrangement.fuse,
-            cpu_kernels=self._kernels is not None,
+            cpu_kernels=self.kernels is not None,
             rate_varies=self._rate_varies,
         )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pfl_ext.algorithms.personal_parts import FILE
+from pfl_ext.engine.cpu import build
 from pfl_ext.engine.cpu.twin import CompiledTwin
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.run_files import results, weights
@@ -62,3 +63,16 @@ def test_compiled_layers_change_a_run_by_rounding_alone(
         assert results(fast)["arithmetic"].startswith("float32: ")
         assert results(fast)["arithmetic"].endswith("in pfl's own loop")
         assert results(stock)["arithmetic"] == "float32, pfl's own loop"
+
+
+@pytest.mark.parametrize("name", ("fedavg", "ditto", "moon"))
+def test_without_a_compiler_torch_trains_and_one_line_says_so(
+    name: str, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine and the loop beside it ask for the same layers."""
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    directory = train(f"--federated.algorithm={name}", *RUN)
+    said = capsys.readouterr()
+    assert said.err.count("no C++ compiler (g++ or clang++) was found") == 1
+    assert "compiled" not in results(directory)["arithmetic"]
+    assert f"training is computed in {results(directory)['arithmetic']}" in said.out

@@ -143,6 +143,14 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
             ["moon", f"{OPTION}score_every=2"],
             "federated.options.score_every has no effect where federated.opt",
         ),
+        (
+            ["moon", f"{OPTION}split_seed=2"],
+            "federated.options.split_seed has no effect where federated.opti",
+        ),
+        (
+            ["moon", f"{OPTION}mu=0", f"{OPTION}temperature=1"],
+            "federated.options.temperature has no effect where federated.options.mu is 0",
+        ),
         (["moon", f"{OPTION}temperature=0"], "federated.options.temperature is '0': "),
         (
             ["moon", "--model.parties=4", "--model.arch=cifar_cnn"],

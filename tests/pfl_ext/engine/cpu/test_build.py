@@ -38,7 +38,7 @@ def test_without_a_compiler_torchs_layers_are_used(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(empty_cache))
-    assert engine()._kernels is None
+    assert engine().kernels is None
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "no C++ compiler" in message
@@ -64,7 +64,7 @@ def test_a_compiler_that_fails_is_quoted(
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("CXX", str(fake))
-    assert engine()._kernels is None
+    assert engine().kernels is None
     begun, message = capsys.readouterr().err.splitlines()
     assert begun.startswith("compiling")
     assert words in message
@@ -82,7 +82,7 @@ def test_without_a_place_to_keep_them_torchs_layers_are_used(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if place == "a file" else "")
     monkeypatch.setattr(Path, "home", homeless)
-    assert engine()._kernels is None
+    assert engine().kernels is None
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert ("could not be used" if place == "a file" else "set XDG_CACHE_HOME") in message
@@ -150,7 +150,7 @@ def test_a_library_that_cannot_be_loaded_is_named(
     damaged = tmp_path / "damaged.so"
     damaged.write_text("no library")
     monkeypatch.setattr(cpu_kernels, "compiled", lambda: damaged)
-    assert engine()._kernels is None
+    assert engine().kernels is None
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "damaged.so cannot be loaded" in message
