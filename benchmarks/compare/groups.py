@@ -20,6 +20,8 @@ from benchmarks.reporting.runs import RunRecord
 MOST_KEYS = 3
 """Keys that a label names; where more differ, it names the directory."""
 MOST_LETTERS = 70
+PARTITION = "data.partition"
+"""The key that says which clients there are, where a benchmark has one."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,12 @@ class Comparison:
 def labelled(groups: Sequence[Group]) -> list[Group]:
     """The groups, each with a label: its setting and, among groups of one setting, keys that tell it apart.
 
-    The setting has its algorithm, too, where the command line gave another than the setting's own. Where the
-    keys are many, the label is the setting and the directory of the first run.
+    The setting has its algorithm, too, where the command line gave another than the setting's own; and its
+    partition, where groups of one setting differ in it, whatever else they differ in: their clients are not
+    the same. Where the keys are many, the label is the setting and the directory of the first run.
     """
     trees = [group.keys for group in groups]
-    settings = [group.trained.benchmark.name_of(group.runs[0].config) or "no setting" for group in groups]
+    settings = _settings(groups)
     labels = []
     for group, tree, setting in zip(groups, trees, settings):
         rivals = [other for other, name in zip(trees, settings) if name == setting and other != tree]
@@ -114,6 +117,19 @@ def labelled(groups: Sequence[Group]) -> list[Group]:
             labels[place] = f"{settings[place]} ({group.runs[0].directory})"
     cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
     return [dataclasses.replace(group, label=label) for group, label in zip(groups, cut)]
+
+
+def _settings(groups: Sequence[Group]) -> list[str]:
+    """The setting of each group, with its algorithm and its partition where these must be said."""
+    names = []
+    for group in groups:
+        config = group.runs[0].config
+        name = group.trained.benchmark.name_of(config) or "no setting"
+        rivals = [other for other in groups if other.runs[0].config.setting == config.setting]
+        if PARTITION in group.keys and len({other.keys.get(PARTITION) for other in rivals}) > 1:
+            name += f", partition {group.keys[PARTITION] or 'of the file'}"
+        names.append(name)
+    return names
 
 
 def _apart(tree: Tree, rivals: Sequence[Tree]) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.compare.reading import compare
+from benchmarks.core.config.digests import config_tree
 from benchmarks.fedcv.classification.config import CLASSIFICATION
 from tests.benchmarks.made_runs import make_run
 
@@ -38,6 +40,30 @@ def test_two_keys_with_one_last_word_are_named_in_full(tmp_path: Path) -> None:
         make_run(tmp_path / f"{local} {server}", "fl-r-17", *argv)
     labels = {group.label for group in compare([tmp_path]).groups}
     assert "FL-R-17, local.learning_rate 0.1, server.learning_rate 0.1" in labels
+
+
+@pytest.mark.parametrize(
+    ("words", "labels"),
+    [
+        (["--data.partition=none"], ["fedavg", "fedavg"]),
+        (
+            ["--data.partition=none", "--federated.algorithm=scaffold"],
+            ["fedavg", "fedavg, algorithm scaffold"],
+        ),
+    ],
+)
+def test_a_row_says_its_clients_where_one_setting_has_several(
+    words: list[str], labels: list[str], tmp_path: Path
+) -> None:
+    """Another key that differs, too, or another algorithm, does not take the partition's place."""
+    for name, argv in {"one": [], "other": words}.items():
+        config = CLASSIFICATION.parse(["--config=fedavg", *argv]).config
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config_tree(config)))
+        (tmp_path / name / "metrics.jsonl").write_text('{"round": 0}\n')
+    found = [group.label for group in compare([tmp_path / "one", tmp_path / "other"]).groups]
+    first, second = labels
+    assert found == [f"{first}, partition lda-0.5-clients-10-seed-42", f"{second}, partition of the file"]
 
 
 @pytest.mark.parametrize(
