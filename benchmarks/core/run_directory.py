@@ -18,6 +18,9 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import read_json
 from pfl_ext.workers.distributed import from_main, is_main
 
+LENGTHS = ("federated.num_rounds", "centralised.num_epochs")
+"""The keys that say how long a run is."""
+
 
 def run_differences(known: Tree, run: AnyRun) -> list[str]:
     """``key: old -> new`` for every field in which a run is not the one of a ``config.yaml``.
@@ -101,8 +104,12 @@ class RunDirectory:
                 f"{self.path / 'config.yaml'} is damaged or of another version: {fault}"
             ) from fault
         if changed:
+            model, more = self.path / "model.safetensors", ""
+            if model.exists() and any(change.startswith(LENGTHS) for change in changed):
+                more = f"; --weights {model} --model.keep_head true lets a new run begin with its model"
             raise ValueError(
-                f"{self.path} holds a run of another config ({'; '.join(changed)}): choose another --run_dir"
+                f"{self.path} holds a run of another config ({'; '.join(changed)}): choose another "
+                f"--run_dir{more}"
             )
         data = self.path / "checkpoint" / "data.json"
         learnt = read_json(data).get("sha256") if data.exists() else self.data_sha256

@@ -35,6 +35,9 @@ from pfl_ext.tasks.task import Task
 BY_CLASS = ("per_class_ap", "per_class_accuracy", "per_class_iou")
 """What ``results.json`` of a run before the key ``classes`` has by the classes' names, in their order."""
 
+JPEG = b"\xff\xd8"
+"""How a JPEG begins."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -114,6 +117,8 @@ def read_pixels(path: Path) -> ByteArray:
     try:
         data = path.read_bytes()
         if stored_images.other_format(data) is None:
+            if not data.startswith(JPEG):
+                raise ValueError("it is no JPEG, PNG, WebP, GIF, BMP or TIFF image")
             return stored_images.decode(data, None)
         return stored_images.to_pixels(data, "white")[0]
     except OSError as fault:

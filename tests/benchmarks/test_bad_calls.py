@@ -53,6 +53,7 @@ FLAIR = f"--data_path=good.hdf5 {SMALL} --federated.cohort_size=4 --federated.nu
 CENTRAL = f"--config=c-r-17 --data_path=good.hdf5 {SMALL} --centralised.num_epochs=1"
 PRIVATE = f"--config=pfl-r-17 {FLAIR} --privacy.noise_cohort_size=none --privacy.delta=0.01"
 VISION = f"--data_path=classes.hdf5 {SMALL} --federated.cohort_size=4 --federated.num_rounds=1"
+FEDPROX = "--federated.algorithm=fedprox --federated.options.mu=0.1"
 FINE = "--config=fl-f-17 --data_path=good.hdf5 --run_dir=run"
 
 BAD = [
@@ -70,6 +71,13 @@ BAD = [
     ("flair", f"{FLAIR} --local.batch_size=0", "local.batch_size is '0'"),
     ("flair", f"{FLAIR} --local=3", "local is '3'"),
     ("flair", f"{FLAIR} --config=fl-r-71", "--config fl-r-71: no such file and no shipped config"),
+    ("flair", f"{FLAIR} --config=ditto", "and no shipped config; these are c-f-1628, "),
+    (
+        "vision",
+        "--config=scaffold",
+        "no shipped config (there is --recipe scaffold, which is laid over",
+    ),
+    ("flair", f"{FLAIR} {FEDPROX}", "fedprox, which has none under federated.options: set federated.mu"),
     ("flair", f"{FLAIR} --config=", "--config is empty"),
     ("flair", f"{FLAIR} --config=text", "text must hold a mapping"),
     ("flair", f"{FLAIR} --config=idle.yaml", "idle.yaml: federated.mu has no effect"),

@@ -292,8 +292,10 @@ def test_a_finished_run_is_shown_again_and_not_repeated(
 
 
 def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) -> None:
-    train()
-    refused("local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5", "--local.learning_rate=0.07", "--seed=5")
+    model = train() / MODEL
+    rates = "(local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5): choose another --run_dir"
+    refused(rates, "--local.learning_rate=0.07", "--seed=5")
+    refused(f"run_dir; --weights {model} --model.keep_head true lets a new", "--federated.num_rounds=9")
     refused("already holds a run", "--resume=never")
 
 

@@ -139,7 +139,8 @@ class Benchmark(Generic[C_co]):
             return Path(name)
         names = ", ".join(self.settings)
         what = "a folder, not a file" if Path(name).is_dir() else "no such file"
-        raise ValueError(f"--config {name}: {what} and no shipped config; the shipped ones are {names}")
+        recipe = f" (there is --recipe {name}, which is laid over a config)" if name in self.recipes else ""
+        raise ValueError(f"--config {name}: {what} and no shipped config{recipe}; these are {names}")
 
     @cached_property
     def _command_line(self) -> CommandLine:

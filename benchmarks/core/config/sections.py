@@ -91,8 +91,9 @@ class ChoosingSection:
         known = [] if isinstance(self, kind) else [item.name for item in fields(kind)]
         for key in self.options or {}:
             if key not in known:
-                keys = ", ".join(known) or f"none under {where}"
-                raise ValueError(f"{where}.{key} is no option of {self.name}, which has {keys}: remove it")
+                keys, own = ", ".join(known) or f"none under {where}", where.replace("options", key)
+                what = f"set {own}" if key in {item.name for item in fields(self)} else "remove it"
+                raise ValueError(f"{where}.{key} is no option of {self.name}, which has {keys}: {what}")
         options: Any = build(kind, self.options or {}, self.name, f"{where}.")
         object.__setattr__(self, "options", asdict(options) if known else None)
 

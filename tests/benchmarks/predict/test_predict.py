@@ -275,7 +275,10 @@ def test_what_is_refused(
         ([str(killed)], "killed: it has not ended; its training command, given again, goes on with it"),
         ([str(changed)], "model.safetensors is not the model of results.json"),
         ([str(labelled), "--split=test", "--images", str(text)], "--images is for image files"),
-        ([str(labelled), "--images", str(text)], f"{text} cannot be used: it cannot be decoded"),
+        (
+            [str(labelled), "--images", str(text)],
+            f"{text} cannot be used: it is no JPEG, PNG, WebP, GIF, BMP",
+        ),
         ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .bmp, .gif"),
         ([str(labelled), "--images", str(tmp_path / "x.jpg")], "cannot be read: No such file"),
         ([str(renamed)], "has other classes than the data of"),
