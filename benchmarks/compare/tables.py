@@ -78,7 +78,8 @@ def reached(comparison: Comparison, target: float | None) -> Html:
 
     Args:
         comparison: what is compared.
-        target: the score in percent; None: for each score the highest that all groups with it reach.
+        target: the score in percent; None: for each score the highest that all groups with it reach, if one
+            of them has to train for it.
     """
     parts = []
     for score in comparison.headline:
@@ -101,9 +102,12 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
     if len(lines) < 2 and target is None:
         return []
     wanted = min((line.mean.max() for line in lines.values()), default=0.0) if target is None else target
+    reaching = {place: np.flatnonzero(line.mean >= wanted) for place, line in lines.items()}
+    if target is None and all(lines[place].x[at[0]] == 0 for place, at in reaching.items()):
+        return []
     rows = []
-    for place, line in lines.items():
-        at = np.flatnonzero(line.mean >= wanted)
+    for place, at in reaching.items():
+        line = lines[place]
         found = [along[axis].get(place) for axis in axes]
         cells = [NONE if each is None or not len(at) else amount(float(each.x[at[0]])) for each in found]
         rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])

@@ -377,6 +377,15 @@ def test_when_a_score_was_reached(folder: Path, tmp_path: Path) -> None:
     assert [row[2:] for row in rows] == [["–", "–", "–"], ["2", "0.0333", "0.1"]]
 
 
+def test_a_score_that_all_have_untrained_is_no_target(tmp_path: Path) -> None:
+    """Both begin at 10 %, and one ends at 5 %."""
+    for name, shift in (("worse", -15.0), ("better", 5.0)):
+        make_run(tmp_path / name, "fl-r-17", f"--local.learning_rate={0.1 + shift / 1000}", shift=shift)
+    assert run(main, [str(tmp_path), f"--output_dir={tmp_path / 'out'}"]) == 0
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert "which all groups reach" not in page
+
+
 def test_a_browser_shows_it(out: Path) -> None:
     check_seen(out / "compare.html")
 
