@@ -35,9 +35,6 @@ from pfl_ext.tasks.task import Task
 BY_CLASS = ("per_class_ap", "per_class_accuracy", "per_class_iou")
 """What ``results.json`` of a run before the key ``classes`` has by the classes' names, in their order."""
 
-JPEG = b"\xff\xd8"
-"""How a JPEG begins."""
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -117,8 +114,7 @@ def read_pixels(path: Path) -> ByteArray:
     try:
         data = path.read_bytes()
         if stored_images.other_format(data) is None:
-            if not data.startswith(JPEG):
-                raise ValueError("it is no JPEG, PNG, WebP, GIF, BMP or TIFF image")
+            stored_images.jpeg_size(data)  # says what is wrong with another file
             return stored_images.decode(data, None)
         return stored_images.to_pixels(data, "white")[0]
     except OSError as fault:

@@ -89,6 +89,11 @@ class FedPer(Personalised):
         return update, kept + self.layout.flat(update), seen
 
     @property
+    def in_loop(self) -> bool:
+        """Whether users are tuned, or there is no engine: pfl's loop does that."""
+        return self.tunes or self.engine is None
+
+    @property
     def tunes(self) -> bool:
         """Whether users are tuned before they are scored."""
         return bool(self.context.options.tune_epochs)

@@ -84,7 +84,7 @@ class Personalised(ServerModelAlgorithm):
         self.images = OwnImages.of(context.users, context.options.held_out, context.options.split_seed)
         super().__init__(replace(context, users=self.images.users))
         self.clients, module = Clients(self.context), context.model.pytorch_model
-        self.twin = CompiledTwin(context.model, context.kernels)
+        self.twin = CompiledTwin(context.model, context.kernels if self.in_loop else None)
         self.layout = FlatVariables(module, self.kept_names(module, context.options))
         shared = set(self.shared_names(module, context.options))
         self.shared = [name for name in trained_names(module) if name in shared]
@@ -117,6 +117,11 @@ class Personalised(ServerModelAlgorithm):
             The update, which has the shared variables and may have others; the new v_i ``[P]``; and the
             counts ``[3]`` of `Clients.train_alone`.
         """
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether pfl's loop, and not the engine, makes any of the users' steps."""
+        return True
 
     @property
     def tunes(self) -> bool:

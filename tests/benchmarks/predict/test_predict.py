@@ -277,7 +277,7 @@ def test_what_is_refused(
         ([str(labelled), "--split=test", "--images", str(text)], "--images is for image files"),
         (
             [str(labelled), "--images", str(text)],
-            f"{text} cannot be used: it is no JPEG, PNG, WebP, GIF, BMP",
+            f"{text} cannot be used: it is not a JPEG (no start marker)",
         ),
         ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .bmp, .gif"),
         ([str(labelled), "--images", str(tmp_path / "x.jpg")], "cannot be read: No such file"),
