@@ -197,6 +197,7 @@ class Personalised(ServerModelAlgorithm):
         self.parts.write(users, after)
         self.seen[users] = True
         weight = float(seen[:, 0].double().sum()) if self.context.by_images else float(len(users))
+        weight = weight or 1.0  # nobody has an image: all sums are 0
         mean = {name: torch.zeros_like(w) for name, w in x.items()}
         for name, tensor in total.items():
             mean[name] = (tensor / weight).to(mean[name].dtype)

@@ -258,3 +258,17 @@ def test_a_user_is_tuned_before_it_is_scored_and_that_is_undone(personal: str | 
         assert np.linalg.norm(found - expected) < TOLERANCE * np.linalg.norm(expected)
         assert np.linalg.norm(found - start) > 1e-3
     assert (algorithm.parts.read(np.arange(U), algorithm.first) == kept).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cohort_without_images_leaves_the_model_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quadratics, "SIZES", (4, 0))
+    monkeypatch.setattr(f"{__name__}.U", 2)
+    tree = merge(tree_of(name, **OPTIONS[name]), {"federated": {"cohort_size": 1}})
+    models, _ = found_by(tree, tmp_path)
+    steps = np.diff(np.concatenate([vector(quadratics.module())[None], models]), axis=0)
+    assert np.isfinite(models).all()
+    still = (steps == 0).all(1)
+    assert still.any() and not still.all(), "cohorts of the user without images, and of the other"
