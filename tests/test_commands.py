@@ -20,6 +20,7 @@ from benchmarks import console
 from benchmarks.core.experiment import Experiment
 from benchmarks.flair.train import Flair
 from benchmarks.published import train as published
+from tests.dataset.convert.made_sources import convert, write_csv, write_folder
 from tests.shown import ROOT, Shown, commands, recorded
 
 LISTED = subprocess.run(["git", "-C", str(ROOT), "ls-files", "*.md"], capture_output=True, text=True).stdout
@@ -121,6 +122,34 @@ def test_the_command_in_the_head_of_a_config_is_read_and_names_that_config(
         assert path.stem in found[-1].line, path
         for command in found:
             assert refused(command, tmp_path, monkeypatch, capsys) is None, path
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("checkout", [False, True])
+def test_the_command_that_a_made_file_is_trained_by_is_read(
+    several: bool,
+    checkout: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setattr("dataset.convert.__main__.CHECKOUT", checkout)
+    root = write_folder(tmp_path / "own", range(54))
+    words = f"folder --images {root} --val_share=0.2 --test_share=0.2 --split_by=images"
+    if several:
+        rows = [
+            {"path": p.relative_to(root), "client": p.parts[-3], "labels": "cat;dog"}
+            for p in root.rglob("*.*")
+        ]
+        words += f" --labels {write_csv(tmp_path / 'labels.csv', rows)} --several"
+    convert(words, tmp_path / "f.hdf5")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "train on it: " in line]
+    command = line.partition("train on it: ")[2]
+    assert command.startswith("make " if checkout else "fl-train ")
+    request.getfixturevalue("stops")
+    for shown in commands(f"```sh\n{command}\n```\n"):
+        assert refused(shown, tmp_path, monkeypatch, capsys) is None
 
 
 def refused(

@@ -35,6 +35,8 @@ SHARE = 0.1
 ISIC = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 """The columns of FLamby's CSV that have the names of the classes, in their order."""
 SEVERAL = ";"
+CHECKOUT = (Path(__file__).parents[2] / "Makefile").exists()
+"""Whether this is a checkout, and no installed package."""
 
 
 def _parser() -> OneLineParser:
@@ -344,7 +346,8 @@ def _say(output: Path, clients: bool) -> None:
         users = file.split("train").num_users
         missing = [name for name in (OTHERS if several else OTHERS[1:]) if name not in file.splits]
     print("; ".join(f"{count:,} classes of {name}" for name, count in classes.items()), file=sys.stderr)
-    target, scale, cohort = ("flair-fl", "small", 20) if several else ("vision-fl", "mini", 10)
+    target, scale, cohort = ("make flair-fl", "small", 20) if several else ("make vision-fl", "mini", 10)
+    installed = "flair --config fl-r-17" if several else "visual_classification --config cifar10-fedavgm"
     if not clients:
         drawn = "lda-1-clients-10-seed-0"
         see = "" if several else f"; see it by python -m dataset.partitions {output} --partition {drawn}"
@@ -354,11 +357,14 @@ def _say(output: Path, clients: bool) -> None:
             file=sys.stderr,
         )
     if missing:
-        print(f"make {target} needs {missing[0]}: convert with --{missing[0]}_share {SHARE}", file=sys.stderr)
+        print(f"training needs {missing[0]}: convert with --{missing[0]}_share {SHARE}", file=sys.stderr)
     if missing or not clients:
         return
-    few = f" --federated.cohort_size {users}" if users < cohort else ""
-    print(f'train on it: make {target} DATA={output} ARGS="--scale {scale}{few}"', file=sys.stderr)
+    options = f"--scale {scale}" + (f" --federated.cohort_size {users}" if users < cohort else "")
+    command = f'{target} DATA={output} ARGS="{options}"'
+    if not CHECKOUT:
+        command = f"fl-train {installed} --data_path {output} {options}"
+    print(f"train on it: {command}", file=sys.stderr)
 
 
 if __name__ == "__main__":
