@@ -111,12 +111,12 @@ def labelled(groups: Sequence[Group]) -> list[Group]:
             labels.append(", ".join([setting, *named]))
         else:
             labels.append(f"{setting} ({group.runs[0].directory.name})")
+    labels = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
     several = Counter(labels)
     for place, group in enumerate(groups):
         if several[labels[place]] > 1:
             labels[place] = f"{settings[place]} ({group.runs[0].directory})"
-    cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
-    return [dataclasses.replace(group, label=label) for group, label in zip(groups, cut)]
+    return [dataclasses.replace(group, label=label) for group, label in zip(groups, labels)]
 
 
 def _settings(groups: Sequence[Group]) -> list[str]:

@@ -42,20 +42,27 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
 def directory_of(run: AnyRun, data_path: Path) -> Path:
     """The folder of a run's files: ``--run_dir``, or one of runs/ that names setting, data and seed.
 
-    Where the latter holds a run of another config, the name has the config's digest at its end.
+    Where the config has another algorithm than its setting, the name says it; names of earlier versions did
+    not, and a run that began under one stays there. Where a folder holds a run of another config, the name
+    has the config's digest at its end.
     """
     config = run.config
     if run.run_dir is not None:
         return Path(str(run.run_dir).replace("{digest}", short_digest(config)))
-    plain = Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
-    own = plain.with_name(f"{plain.name}-{short_digest(config)}")
-    return own if has_begun(own) or _holds_another(plain, run) else plain
+    assert run.benchmark is not None
+    names = (run.benchmark.name_of(config, "-"), config.setting)
+    plain, older = (Path("runs") / f"{name.lower()}-{data_path.stem}-seed{config.seed}" for name in names)
+    for path in (older, plain):
+        own = path.with_name(f"{path.name}-{short_digest(config)}")
+        if has_begun(own):
+            return own
+        if has_begun(path) and not _holds_another(path, run):
+            return path
+    return own if has_begun(plain) else plain
 
 
 def _holds_another(directory: Path, run: AnyRun) -> bool:
-    """Whether a run of another config has begun in a directory."""
-    if not has_begun(directory):
-        return False
+    """Whether a directory in which a run has begun holds one of another config."""
     try:
         return bool(run_differences(read_yaml(directory / "config.yaml"), run))
     except ValueError:

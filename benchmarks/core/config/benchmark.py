@@ -216,7 +216,7 @@ class Benchmark(Generic[C_co]):
             put(base, key, YOUNGER[key])  # which such a file leaves out, whatever the protocol has
         return self.resolved(build(self.kind, merge(base, without(tree, self.retired)), where))
 
-    def name_of(self, config: TrainingConfig) -> str:
+    def name_of(self, config: TrainingConfig, joint: str = ", algorithm ") -> str:
         """The setting, and the algorithm where a config has another than the shipped setting of this name."""
         name = config.setting
         if config.mode != "federated" or name.lower() not in self.settings:
@@ -225,7 +225,7 @@ class Benchmark(Generic[C_co]):
         shipped = self._merged(self._layers(read_yaml(path), str(path))).get("federated", {})
         own = shipped.get("algorithm", self.default_config.federated.algorithm)
         algorithm = config.federated.algorithm
-        return name if algorithm == own else f"{name}, algorithm {algorithm}"
+        return name if algorithm == own else f"{name}{joint}{algorithm}"
 
     def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:
         """Why each key or section without effect has none; of the runtime too, where one is given."""
