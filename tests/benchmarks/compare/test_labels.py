@@ -76,3 +76,10 @@ def test_a_row_says_its_clients_where_one_setting_has_several(
 )
 def test_the_name_of_a_run(argv: list[str], name: str) -> None:
     assert CLASSIFICATION.name_of(CLASSIFICATION.parse(argv).config) == name
+
+
+def test_names_that_would_be_cut_to_the_same_letters_name_the_folder(tmp_path: Path) -> None:
+    for end in "ab":
+        make_run(tmp_path / end, "fl-r-17", f"--setting={'x' * 80}{end}")
+    labels = [group.label for group in compare([tmp_path]).groups]
+    assert sorted(label.rpartition("/")[2] for label in labels) == ["a)", "b)"]
