@@ -93,6 +93,13 @@ def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No picture is written beside the page, which has charts of its own."""
+    monkeypatch.setattr("benchmarks.compare.charts.png", lambda *_: None)
+    monkeypatch.setattr("benchmarks.compare.charts.single", lambda *_: ())
+
+
 @pytest.fixture(scope="module")
 def page(out: Path) -> Page:
     return check((out / "compare.html").read_text())
@@ -197,6 +204,7 @@ def test_curves_are_means_between_the_least_and_the_greatest(folder: Path) -> No
     assert minutes.x.tolist() == [0, 2 / 60]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_curves_over_virtual_time_begin_where_a_round_does(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "b0", tmp_path / "b0")
     path = tmp_path / "b0" / "metrics.jsonl"
@@ -239,6 +247,7 @@ def test_users_are_shown_by_deciles(folder: Path, page: Page) -> None:
         assert row[2:] == [str(len(users)), str(sizes), *(f"{value:.2f} ± 0.00" for value in expected)]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_users_scored_after_training_are_shown(tmp_path: Path) -> None:
     """``benchmarks.flair.per_user`` writes per_user.json alone, also before and after fine-tuning."""
     scored = make_run(tmp_path / "runs" / "scored")
@@ -343,6 +352,7 @@ def test_names_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert not any(line[name].startswith(("=", "+", "-", "@")) for name in ("group", "run", "measure"))
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_folder_called_like_a_formula_is_text_in_the_csv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +362,7 @@ def test_a_folder_called_like_a_formula_is_text_in_the_csv(
     assert {line["run"] for line in lines_of_csv(tmp_path / "compare")} == {"'=1+1"}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_page_is_the_same_every_time_and_bounded(
     folder: Path, out: Path, page: Page, tmp_path: Path
 ) -> None:
@@ -369,6 +380,7 @@ def test_the_page_is_the_same_every_time_and_bounded(
     assert (out / "charts" / "c-ap-exact-on-val-over-bytes.svg").is_file()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_when_a_score_was_reached(folder: Path, tmp_path: Path) -> None:
     words = [str(folder / name) for name in ("a0", "b0")]
     assert run(main, [*words, f"--output_dir={tmp_path}", "--target=25"]) == 0
@@ -377,6 +389,7 @@ def test_when_a_score_was_reached(folder: Path, tmp_path: Path) -> None:
     assert [row[2:] for row in rows] == [["–", "–", "–"], ["2", "0.0333", "0.1"]]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_score_that_all_have_untrained_is_no_target(tmp_path: Path) -> None:
     """Both begin at 10 %, and one ends at 5 %."""
     for name, shift in (("worse", -15.0), ("better", 5.0)):
