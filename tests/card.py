@@ -144,7 +144,7 @@ class _State:
 
     def asked(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """An operation on the current stream; a view of memory is none."""
-        given = [t for t in _tensors([args, list(kwargs.values())]) if isinstance(t, OnCard)]
+        given = [t for t in _tensors([*args, *kwargs.values()]) if isinstance(t, OnCard)]
         places = {t.untyped_storage()._cdata for t in given}
         fresh = [t for t in _tensors([made]) if t.untyped_storage()._cdata not in places]
         written = [t for t in _tensors(written_by(func, args, kwargs)) if isinstance(t, OnCard)]

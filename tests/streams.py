@@ -15,12 +15,13 @@ counts: more is then thought to be safe than is, never less.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Clock = dict[int, int]
@@ -107,13 +108,13 @@ class Streams:
 
     def _returned(self) -> None:
         """Look at the memory that nothing points to any more."""
-        for key, memory in list(self._memory.items()):
-            if memory.alive.expired():  # type: ignore[no-untyped-call]
-                del self._memory[key]
-                known = {**self._of(memory.made_by)}
-                _merge(known, self._cpu)
-                for access in (memory.written, *memory.read.items()):
-                    self._ended(known, access, "another may be given", memory)
+        expired = UntypedStorage._expired  # of which `StorageWeakRef.expired` makes three calls
+        for key in [key for key, memory in self._memory.items() if expired(memory.alive.cdata)]:
+            memory = self._memory.pop(key)
+            known = {**self._of(memory.made_by)}
+            _merge(known, self._cpu)
+            for access in (memory.written, *memory.read.items()):
+                self._ended(known, access, "another may be given", memory)
 
     @staticmethod
     def _ended(known: Clock, access: tuple[int, int] | None, name: str, memory: _Memory) -> None:
@@ -128,6 +129,12 @@ def _merge(into: Clock, other: Clock) -> None:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation changes, by its schema."""
-    schema = func._schema.arguments
-    given = dict(zip((a.name for a in schema), args)) | kwargs
-    return [given[a.name] for a in schema if a.name in given and a.alias_info and a.alias_info.is_write]
+    found = [args[place] for place, _ in _changed(func) if place < len(args)]
+    return found + [kwargs[name] for _, name in _changed(func) if name in kwargs]
+
+
+@functools.cache
+def _changed(func: Any) -> list[tuple[int, str]]:
+    """Place and name of each argument that an operation changes."""
+    schema = enumerate(func._schema.arguments)
+    return [(place, a.name) for place, a in schema if a.alias_info and a.alias_info.is_write]
