@@ -36,6 +36,8 @@ WORKERS  = workers-given $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horov
 SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
+# ALGORITHM=scaffold and the like take the place of the config's own.
+INSTEAD = $(if $(ALGORITHM),--federated.algorithm '$(ALGORITHM)')
 
 .PHONY: help setup lock test lint docs notebooks horovod weights doctor compare published published-verify
 .PHONY: bench bench-growth bench-peers opacus-peer
@@ -54,6 +56,7 @@ federated-given:
 
 # For what runs in one process.
 one-process:
+	@[ -z '$(ALGORITHM)' ] || { echo "error: ALGORITHM is '$(ALGORITHM)': centralised training has none, leave it out" >&2; exit 2; }
 	@[ '$(NP)' = 1 ] || { echo "error: NP is '$(NP)': centralised training runs in one process, leave NP out" >&2; exit 2; }
 
 # Refuses NP, NNODES and LAUNCHER before anything is set up or started.
@@ -148,11 +151,11 @@ opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatter
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
 
-flair-fl: federated-given $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, NP=2, ARGS="--key value ..."
-	@$(TRAIN) --config $(or $(CONFIG),fl-r-17) $(FILE) $(ARGS)
+flair-fl: federated-given $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ALGORITHM=scaffold | ..., NP=2, ARGS="--key value ..."
+	@$(TRAIN) --config $(or $(CONFIG),fl-r-17) $(FILE) $(INSTEAD) $(ARGS)
 
 flair-pfl: federated-given $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
-	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(ARGS)
+	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(INSTEAD) $(ARGS)
 
 flair-c: one-process $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)
@@ -184,7 +187,7 @@ vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 |
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 vision-fl: federated-given $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
-	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(ARGS)
+	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(INSTEAD) $(ARGS)
 
 vision-c: one-process $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
 	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(FILE) $(ARGS)
@@ -217,8 +220,11 @@ fedcv-task-given:
 	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \
 	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)" >&2; exit 2;; esac
 
-fedcv-fl: federated-given fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=dsgd | ..., NP=2
-	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(or $(CONFIG),$(ALGORITHM)),--config '$(or $(CONFIG),$(ALGORITHM))') $(FILE) $(ARGS)
+# Where an algorithm has a config of its own and no other is given, that is taken.
+OWN = $(if $(CONFIG),,$(filter $(ALGORITHM),$(basename $(notdir $(wildcard benchmarks/fedcv/$(TASK)/configs/*.yaml)))))
+FEDCV_CONFIG = $(or $(CONFIG),$(OWN),$(if $(filter classification,$(TASK)),$(if $(ALGORITHM),fedavg)))
+fedcv-fl: federated-given fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=scaffold | dsgd | ..., NP=2
+	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(FEDCV_CONFIG),--config '$(FEDCV_CONFIG)') $(FILE) $(if $(OWN),,$(INSTEAD)) $(ARGS)
 
 fedcv-c: fedcv-task-given one-process $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
 	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(ARGS)
