@@ -13,6 +13,7 @@ import pytest
 
 from tests import warm
 from tests.launching import environment
+from tests.shown import recorded
 
 ROOT = Path(__file__).parent.parent
 WARM = f"{sys.executable} {warm.__file__}"
@@ -165,6 +166,32 @@ def test_centralised_settings_are_for_other_targets(target: str, config: str, tm
         f"CONFIG is '{config}', which is centralised training: make {central} CONFIG={config}" in done.stderr
     )
     assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("flair-fl ALGORITHM=scaffold", "--config fl-r-17 --federated.algorithm scaffold"),
+        ("flair-pfl ALGORITHM=fedprox", "--config pfl-r-17 --federated.algorithm fedprox"),
+        ("vision-fl CONFIG=cifar10-fedavg ALGORITHM=x", "--config cifar10-fedavg --federated.algorithm x"),
+        ("fedcv-fl ALGORITHM=dsgd", "--config dsgd"),
+        ("fedcv-fl ALGORITHM=fedir", "--config fedavg --federated.algorithm fedir"),
+        ("fedcv-fl TASK=segmentation ALGORITHM=scaffold", "--federated.algorithm scaffold"),
+        ("fedcv-fl ALGORITHM=dsgd CONFIG=fedavg", "--config fedavg --federated.algorithm dsgd"),
+        ("fedcv-fl ALGORITHM=*", "--config fedavg --federated.algorithm *"),
+    ],
+)
+def test_an_algorithm_has_its_own_config_or_another_ones(words: str, expected: str, tmp_path: Path) -> None:
+    """It was not read by most targets, nor by any where a config was given: they trained by FedAvg."""
+    *_, called = recorded(("make", *words.split()), tmp_path)
+    assert " ".join(called).endswith(f".train {expected}")
+
+
+def test_centralised_training_has_no_algorithm(tmp_path: Path) -> None:
+    for target in ("flair-c", "vision-c", "fedcv-c"):
+        done = make(tmp_path, target, "ALGORITHM=fedprox")
+        assert done.returncode == 2
+        assert "error: ALGORITHM is 'fedprox': centralised training has none, leave it out" in done.stderr
 
 
 @pytest.mark.parametrize(
