@@ -4,7 +4,8 @@
 
 The formats: folder (client/class/file, split/client/class/file, or a CSV with path, client and label), hf (a
 Hugging Face data set with a client column: parquet, or what save_to_disk writes), leaf (LEAF's JSON), tff
-(TensorFlow Federated's HDF5), flamby (FLamby's Fed-ISIC2019), fedscale (FedScale's client_data_mapping).
+(TensorFlow Federated's HDF5), npz (numpy's arrays, as MedMNIST's), flamby (FLamby's Fed-ISIC2019), fedscale
+(FedScale's client_data_mapping).
 python -m dataset.convert FORMAT --help says more, docs/own_data.md shows each, step by step.
 
 JPEGs are kept as they are. PNG, WebP, GIF, BMP and TIFF images become JPEGs of --jpeg_quality, or with
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dataset.cli import OneLineParser, cores, input_file, output_file, run
-from dataset.convert import folder, hf, leaf, tff
+from dataset.convert import folder, hf, leaf, npz, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
 from dataset.convert.splits import OTHERS, Dealing
@@ -199,6 +200,19 @@ def _add_tff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, required=True, help="a folder with *_train.h5, ..., or a file")
 
 
+def _npz(arguments: argparse.Namespace) -> Found:
+    """numpy's .npz, as MedMNIST's: arrays such as train_images and train_labels, or x_train and y_train.
+
+    Labels are class numbers, or columns of 0 and 1 for several labels of an image. An array train_clients may
+    say whose each image is; else one user owns each split, and clients are dealt afterwards.
+    """
+    return npz.read(input_file("--source", arguments.source), _classes(arguments))
+
+
+def _add_npz(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", type=Path, required=True, help="the .npz file")
+
+
 def _flamby(arguments: argparse.Namespace) -> Found:
     """FLamby's Fed-ISIC2019: the CSV train_test_folds.csv, and the folder of the preprocessed images.
 
@@ -240,6 +254,7 @@ FORMATS: Mapping[str, tuple[Reader, Callable[[argparse.ArgumentParser], None]]] 
     "hf": (_hf, _add_hf),
     "leaf": (_leaf, _add_leaf),
     "tff": (_tff, _add_tff),
+    "npz": (_npz, _add_npz),
     "flamby": (_flamby, _add_flamby),
     "fedscale": (_fedscale, _add_fedscale),
 }

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -13,6 +14,7 @@ from dataset.convert.__main__ import main
 from dataset.store.hdf5 import DataFile
 from tests.campaigns.target import Target
 from tests.dataset.convert.made_sources import (
+    arrays_of,
     client_of,
     encoded,
     label_of,
@@ -56,6 +58,8 @@ def converter_targets(folder: Path) -> list[Target]:
     write_leaf(folder / "leaf" / "train" / "a.json", {"u1": leaf_user([1, 2, 3]), "u2": leaf_user([4, 5])})
     write_tff(folder / "tff" / "emnist_train.h5", {"a": [1, 2], "b": [3, 4, 5]})
     write_tff(folder / "tff" / "emnist_test.h5", {"a": [6], "b": [7]})
+    (folder / "npz").mkdir()
+    np.savez(folder / "npz" / "own.npz", **arrays_of(NUMBERS))
     write_listed(folder / "folder", NUMBERS)
     write_folder(folder / "tree", NUMBERS)
     columns = {"writer": [client_of(n) for n in NUMBERS], "label": [label_of(n) for n in NUMBERS]}
@@ -88,6 +92,7 @@ def converter_targets(folder: Path) -> list[Target]:
     return [
         target("leaf", "train/a.json", "leaf --source SOURCE", text=True),
         target("tff", "emnist_train.h5", "tff --source SOURCE"),
+        target("npz", "own.npz", "npz --source SOURCE/own.npz"),
         target("folder", "labels.csv", listed, text=True),
         target("folder", "images/3.png", listed),
         target("tree", tree, "folder --images SOURCE"),

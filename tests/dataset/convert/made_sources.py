@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -102,6 +103,19 @@ def write_tff(
             group["label"] = np.array([number % 3 for number in numbers], np.int32)
             if coarse:
                 group["coarse_label"] = np.array([[number % 2] for number in numbers], np.int64)
+    return path
+
+
+def arrays_of(numbers: Sequence[int]) -> dict[str, Any]:
+    """Images and labels, as MedMNIST has them."""
+    labels = np.array([[number % 3] for number in numbers], np.uint8)
+    return {"images": np.stack([draw(number) for number in numbers]), "labels": labels}
+
+
+def write_npz(path: Path, **numbers: Sequence[int]) -> Path:
+    """The arrays of each split, as ``train_images``."""
+    found = {f"{split}_{held}": a for split, own in numbers.items() for held, a in arrays_of(own).items()}
+    np.savez_compressed(path, **found)
     return path
 
 

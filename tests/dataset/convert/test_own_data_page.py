@@ -16,6 +16,7 @@ from tests.dataset.convert.made_sources import (
     write_csv,
     write_image,
     write_leaf,
+    write_npz,
     write_tff,
 )
 from tests.dataset.convert.test_formats import write_hf
@@ -64,6 +65,7 @@ def write_all(folder: Path) -> None:
         for k, user in enumerate(USERS)
     }
     write_leaf(folder / "celeba" / "data" / "all_data.json", celebrities)
+    write_npz(folder / "medmnist.npz", train=range(1, 31), val=range(31, 36), test=range(36, 41))
     table = [
         {"client_id": n % 9, "sample_path": f"{n}.png", "label_name": label_of(n), "label_id": n % 3}
         for n in range(60)

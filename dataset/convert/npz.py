@@ -1,0 +1,234 @@
+"""numpy's ``.npz``: arrays of images and labels by split, as MedMNIST and Keras distribute theirs.
+
+The words of an array's name, between underscores, say what it holds: ``train_images``, ``val_labels``,
+``x_test``. Arrays are read in blocks, so that a file of MedMNIST+ need not fit in memory. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib import format as npy
+
+from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.source import NO_CLIENT, Found, Part, Rows
+from dataset.convert.text import SPLIT_NAMES, Names
+from dataset.fetch import source as batches
+from dataset.fetch.source import Image
+from dataset.store.annotations import Kind
+
+HELD = {"images": "images", "x": "images", "labels": "labels", "y": "labels", "clients": "clients"}
+"""What an array holds, by a word of its name."""
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of the file, read from its beginning on."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def where(self) -> str:
+        """Its place, for errors."""
+        return f"{self.path}, {self.name}"
+
+    def blocks(self, start: int = 0) -> Iterator[npt.NDArray[Any]]:
+        """The array from a row on, in blocks of rows."""
+        one = self.dtype.itemsize * math.prod(self.shape[1:])
+        with _members(self.path) as archive, archive.open(f"{self.name}.npy") as file:
+            _header(file, self.where)
+            for first in range(0, self.shape[0], batches.BATCH):
+                rows = min(batches.BATCH, self.shape[0] - first)
+                content = file.read(rows * one)
+                if first + rows > start:
+                    block = np.frombuffer(content, self.dtype).reshape(rows, *self.shape[1:])
+                    yield block[max(0, start - first) :]
+
+
+@dataclass
+class Split:
+    """The arrays of one split, by what they hold."""
+
+    name: str | None
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> int:
+        """Columns of its labels; one where they are a list."""
+        return math.prod(self.arrays["labels"].shape[1:])
+
+
+@contextlib.contextmanager
+def _members(path: Path) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as fault:
+        raise ValueError(f"{path} is no whole .npz file ({fault})") from None
+
+
+def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array whose file is then at its first number."""
+    try:
+        shape, by_columns, dtype = HEADERS[npy.read_magic(file)](file)
+    except (ValueError, KeyError) as fault:
+        raise ValueError(f"{where} is no array of numpy ({str(fault).splitlines()[0][:100]})") from None
+    if by_columns and len(shape) > 1:
+        raise ValueError(f"{where} is in Fortran's order: save numpy.ascontiguousarray of it")
+    return shape, dtype
+
+
+def splits_of(path: Path) -> list[Split]:
+    """The arrays of a file by split, those with images.
+
+    Raises:
+        ValueError: where there are none, or images without labels, or arrays of several lengths.
+    """
+    found: dict[str | None, Split] = {}
+    with _members(path) as archive:
+        for member in archive.namelist():
+            words = member.removesuffix(".npy").lower().split("_")
+            held = [HELD[word] for word in words if word in HELD]
+            of = [SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES]
+            if len(held) != 1 or len(of) > 1 or not member.endswith(".npy"):
+                continue
+            with archive.open(member) as file:
+                array = Array(path, member.removesuffix(".npy"), *_header(file, f"{path}, {member}"))
+                content = archive.getinfo(member).file_size - file.tell()
+            if content != math.prod(array.shape) * array.dtype.itemsize:
+                raise ValueError(
+                    f"{array.where} is damaged: {content:,} bytes are no array of shape {array.shape}"
+                )
+            split = found.setdefault(of[0] if of else None, Split(of[0] if of else None))
+            if held[0] in split.arrays:
+                raise ValueError(
+                    f"{array.where} is a second array of {held[0]}, after {split.arrays[held[0]].name}"
+                )
+            split.arrays[held[0]] = array
+    splits = [split for split in found.values() if "images" in split.arrays]
+    if not splits:
+        raise ValueError(
+            f"{path} has no array of images: it needs such names as train_images and train_labels, or "
+            "x_train and y_train"
+        )
+    if len(splits) > 1 and None in found:
+        raise ValueError(
+            f"{splits[0].arrays['images'].where}: some arrays name their split, and this one does not"
+        )
+    for split in splits:
+        _check(split, splits[0])
+    return splits
+
+
+def _check(split: Split, first: Split) -> None:
+    """Refuse arrays that do not go together, or hold something else than their names say."""
+    images, labels, clients = (split.arrays.get(held) for held in ("images", "labels", "clients"))
+    assert images is not None
+    if labels is None:
+        raise ValueError(f"{images.where} has no array of labels beside it")
+    if images.dtype.kind not in "uif" or len(images.shape) < 2:
+        raise ValueError(f"{images.where} holds {images.dtype} of shape {images.shape}, no images")
+    if labels.dtype.kind not in "ui" or len(labels.shape) not in (1, 2) or not split.columns:
+        raise ValueError(
+            f"{labels.where} holds {labels.dtype} of shape {labels.shape}: class numbers are whole numbers, "
+            "one for each image, and several labels of an image are columns of 0 and 1"
+        )
+    if split.columns != first.columns:
+        raise ValueError(
+            f"{labels.where} has {split.columns} columns, and {first.arrays['labels'].name} others"
+        )
+    if (clients is None) != ("clients" not in first.arrays):
+        raise ValueError(f"{images.where}: one split has an array of clients, and another has none")
+    if clients is not None and (clients.dtype.kind not in "uiU" or len(clients.shape) != 1):
+        raise ValueError(
+            f"{clients.where} holds {clients.dtype} of shape {clients.shape}, no list of names or "
+            "whole numbers"
+        )
+    for array in split.arrays.values():
+        if array.shape[0] != images.shape[0]:
+            raise ValueError(
+                f"{array.where} has {array.shape[0]:,} rows, and {images.name} {images.shape[0]:,}"
+            )
+
+
+def read(path: Path, given: list[str] | None) -> Found:
+    """Read a ``.npz`` file.
+
+    Args:
+        path: the file. Labels are class numbers, ``[n]`` or ``[n, 1]``, or ``[n, K]`` of 0 and 1 for several
+            labels of an image; clients are ``[n]`` whole numbers or text.
+        given: the class names by number.
+
+    Raises:
+        ValueError: one line that names file and array.
+    """
+    splits = splits_of(path)
+    columns = splits[0].columns
+    kind: Kind = "class" if columns == 1 else "label set"
+    if kind == "label set":
+        given = [str(number) for number in range(columns)] if given is None else given
+        if len(given) != columns:
+            where = splits[0].arrays["labels"].where
+            raise ValueError(f"--classes has {len(given)} names, and {where} {columns} columns")
+    names, scale = {"labels": Names(given, numbered=True)}, Scale()
+    parts, shapes, size = [], set[tuple[int, int, int]](), 0
+    for split in splits:
+        images = split.arrays["images"]
+        shape = shape_of(images.shape[1:], images.where)
+        shapes.add(shape)
+        size += images.shape[0] * shape[0] * shape[1] * 3
+        for block in images.blocks():
+            scale.note(block, images.where)
+            if images.dtype == np.uint8 and block.max() > 1:
+                break  # these are levels, and none is out of range
+        parts.append(_part(split, _rows(split, {"labels": kind}, names), scale, shape))
+    scale.check(path)
+    return Found(
+        parts, {"labels": kind}, names, size, common_side(shapes), clients="clients" in splits[0].arrays
+    )
+
+
+def _rows(split: Split, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -> Rows:
+    rows = Rows(kinds, names)
+    labels, clients = split.arrays["labels"], split.arrays.get("clients")
+    whose = repeat(NO_CLIENT) if clients is None else _each(clients)
+    for number, (label, client) in enumerate(zip(_each(labels), whose)):
+        where, value = f"{labels.where}, row {number}", np.ravel(label)
+        if kinds["labels"] == "label set" and not np.isin(value, (0, 1)).all():
+            raise ValueError(f"{where} has other numbers than 0 and 1: several labels are columns of these")
+        found = int(value[0]) if kinds["labels"] == "class" else np.flatnonzero(value).tolist()
+        name = f"{split.name}/{number}" if split.name else str(number)
+        rows.add(where, client, name, split.name, [found])
+    return rows
+
+
+def _each(array: Array) -> Iterator[Any]:
+    """The rows of an array, as Python's numbers, text or lists."""
+    for block in array.blocks():
+        yield from block.tolist()
+
+
+def _part(split: Split, rows: Rows, scale: Scale, shape: tuple[int, int, int]) -> Part:
+    array = split.arrays["images"]
+    stat = array.path.stat()
+
+    def images(start: int) -> Iterator[Image]:
+        for block in array.blocks(start):
+            yield from (scale.pixels(image, shape) for image in block)
+
+    key = f"{array.path} {array.name} {stat.st_size} {stat.st_mtime_ns}"
+    return Part(array.where, key, rows.table(), lambda row: f"{array.where}, row {row}", images)
