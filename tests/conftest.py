@@ -49,6 +49,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_sessionfinish() -> None:
     LOOP.close()
+    gc.unfreeze()  # or libraries report what is left at the end as leaks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset.files import file_digest
+from dataset.files import file_digest, locked
 
 SOURCES = Path(__file__).parent
 THREADED = "-fopenmp"  # a compiler that does not know this flag builds for one thread
@@ -67,24 +67,36 @@ def compiled() -> Path:
         version = _run([program, "--version"]).stdout
         identity = "\n".join([*texts, program, version, *FLAGS, processor()])
         name = f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-        for path in sorted(folder.glob(f"{name}-*.so")):
-            if path.stem == f"{name}-{_checksum(path)}":
-                return path
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            print("compiling layers for this processor: some ten seconds, once", file=sys.stderr, flush=True)
-            made = Path(place) / "made.so"
-            command = [program, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
-            done = _run([*command, THREADED])
-            if done.returncode:
-                done = _run(command)
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if "error" in line]
-                raise Unavailable(f"{program} failed: {(lines or ['no reason given'])[0][:200]}")
-            path = folder / f"{name}-{_checksum(made)}.so"
-            os.replace(made, path)
+        if (path := _found(folder, name)) is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            busy = "another process compiles layers for this processor: waiting for it"
+            with locked(folder / f".{name}.lock", busy, wait=True):
+                path = _found(folder, name) or _built(program, folder, name)
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"{program} could not be used ({error})") from error
+    return path
+
+
+def _found(folder: Path, name: str) -> Path | None:
+    """The library of this name whose content is the one that its name says."""
+    paths = sorted(folder.glob(f"{name}-*.so"))
+    return next((path for path in paths if path.stem == f"{name}-{_checksum(path)}"), None)
+
+
+def _built(program: str, folder: Path, name: str) -> Path:
+    """Compile the library."""
+    print("compiling layers for this processor: some ten seconds, once", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        made = Path(place) / "made.so"
+        command = [program, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
+        done = _run([*command, THREADED])
+        if done.returncode:
+            done = _run(command)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            raise Unavailable(f"{program} failed: {(lines or ['no reason given'])[0][:200]}")
+        path = folder / f"{name}-{_checksum(made)}.so"
+        os.replace(made, path)
     return path
 
 

@@ -105,7 +105,7 @@ def test_the_library_is_compiled_once_and_again_for_another_source(
     first = build.compiled()
     assert build.compiled() == first
     assert len(runs) == 1
-    assert list(first.parent.iterdir()) == [first], "nothing is left behind"
+    assert [path for path in first.parent.iterdir() if path.suffix != ".lock"] == [first]
     first.write_bytes(first.read_bytes()[:-1] + b"?")
     assert build.compiled() == first
     assert len(runs) == 2, "a damaged file is made again"
@@ -164,10 +164,12 @@ def test_a_library_that_computes_something_else_is_refused(monkeypatch: pytest.M
 
 
 @compiled
-def test_two_processes_at_once_leave_one_library(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = empty_cache / "compiler"
+def test_of_two_processes_at_once_one_compiles_and_the_other_waits(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler, begun = empty_cache / "compiler", empty_cache / "begun"
     compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho >> {begun}\n'
         'while [ "$1" != -o ]; do shift; done; sleep 0.2; echo library > "$2"\n'
     )
     compiler.chmod(0o755)
@@ -175,4 +177,7 @@ def test_two_processes_at_once_leave_one_library(empty_cache: Path, monkeypatch:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: build.compiled(), range(2))
     assert first == second
-    assert [*first.parent.iterdir()] == [first]
+    assert begun.read_text() == "\n"
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("compiling layers")
+    assert all("waiting for it" in line for line in said[1:])
