@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Generator
 from itertools import islice
@@ -25,6 +26,8 @@ CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
 """Tests that use over `SLOW_SECONDS` of CPU time with all their parameters; FAST=1 leaves them out."""
 SLOW_SECONDS = 0.5
+FROZEN, MODULES = list[int](), 50
+"""How many modules were imported at each `freeze`, and so many more call for the next."""
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
 os.fsync = os.fstat  # type: ignore[assignment]  # no machine fails here, and a run waits for its disk 20 times
@@ -79,9 +82,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: each full collection of garbage would look through it, 0.2 s or more."""
+    freeze()
+
+
+def freeze() -> None:
+    """What is imported by now stays: each full collection of garbage would look through it, for a second."""
     gc.collect()
     gc.freeze()
+    FROZEN.append(len(sys.modules))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """Between files, when their fixtures are gone, what tests have imported is frozen, too."""
+    yield
+    if nextitem is not None and nextitem.path != item.path and len(sys.modules) > FROZEN[-1] + MODULES:
+        freeze()
 
 
 def function_of(nodeid: str) -> str:
