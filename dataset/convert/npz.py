@@ -196,7 +196,8 @@ def read(path: Path, given: list[str] | None) -> Found:
             if images.dtype == np.uint8 and block.max() > 1:
                 break  # these are levels, and none is out of range
         parts.append(_part(split, _rows(split, {"labels": kind}, names), scale, shape))
-    scale.check(path)
+    if size:
+        scale.check(path)
     return Found(
         parts, {"labels": kind}, names, size, common_side(shapes), clients="clients" in splits[0].arrays
     )
