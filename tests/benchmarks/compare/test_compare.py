@@ -325,17 +325,6 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
     return compare([tmp_path / "runs"])
 
 
-def test_labels_name_as_few_keys_as_tell_groups_apart(tmp_path: Path) -> None:
-    for place, (epochs, size) in enumerate([(1, 16), (2, 16), (2, 8), (3, 8)]):
-        whole_run(tmp_path / str(place), f"--local.num_epochs={epochs}", f"--local.batch_size={size}")
-    assert [group.label for group in compare([tmp_path]).groups] == [
-        "FL-R-17, num_epochs 1",
-        "FL-R-17, num_epochs 2, batch_size 16",
-        "FL-R-17, num_epochs 2, batch_size 8",
-        "FL-R-17, num_epochs 3",
-    ]
-
-
 def test_names_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = hostile(tmp_path, monkeypatch)
     assert len(comparison.groups) == len(HOSTILE) + 1

@@ -83,3 +83,16 @@ def test_names_that_would_be_cut_to_the_same_letters_name_the_folder(tmp_path: P
         make_run(tmp_path / end, "fl-r-17", f"--setting={'x' * 80}{end}")
     labels = [group.label for group in compare([tmp_path]).groups]
     assert sorted(label.rpartition("/")[2] for label in labels) == ["a)", "b)"]
+
+
+def test_labels_name_as_few_keys_as_tell_groups_apart(tmp_path: Path) -> None:
+    for place, (epochs, size) in enumerate([(1, 16), (2, 16), (2, 8), (3, 8)]):
+        make_run(
+            tmp_path / str(place), "fl-r-17", f"--local.num_epochs={epochs}", f"--local.batch_size={size}"
+        )
+    assert [group.label for group in compare([tmp_path]).groups] == [
+        "FL-R-17, num_epochs 1",
+        "FL-R-17, num_epochs 2, batch_size 16",
+        "FL-R-17, num_epochs 2, batch_size 8",
+        "FL-R-17, num_epochs 3",
+    ]

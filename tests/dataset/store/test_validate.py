@@ -104,6 +104,7 @@ def test_a_flipped_bit_is_found_or_touches_nothing(
     try:
         others[-1].apply_async(judged, (damaged, path)).get(HUNG_S)
     except multiprocessing.TimeoutError:  # so does a process that died
+        others[-1].terminate()
         others.append(multiprocessing.get_context("fork").Pool(1))
         with pytest.raises(ValueError, match=r"damaged\.hdf5 is damaged \(the HDF5 library crashes or hangs"):
             probe(damaged)
