@@ -25,7 +25,7 @@ The samplers, their neighbouring relations and accountants; a combination withou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -303,24 +303,37 @@ def _gaussian_mu(epsilon: float, delta: float) -> float:
     return float(root) + LEAST_MU
 
 
+GUESSES = 12
+"""Multipliers that are guessed from the slope before `least_multiplier` halves the range."""
+
+
 def least_multiplier(epsilon_of: Callable[[float], float], epsilon: float, start: float) -> float:
     """The smallest whole multiple of ``STEP`` with ``epsilon_of(it) <= epsilon``, searched from ``start``.
 
-    ``epsilon_of`` must fall as the multiplier grows.
+    ``epsilon_of`` must fall as the multiplier grows. Its logarithm is nearly linear in the multiplier's,
+    so that the line through the last two points leads next to the result, after a first guess of slope -1.
     """
-    high = max(1, math.ceil(start / STEP))
-    low = 0  # no noise: never private
-    while epsilon_of(high * STEP) > epsilon:
-        low, high = high, 2 * high
-        if high * STEP > LARGEST_MULTIPLIER:
-            raise ValueError(f"privacy.epsilon = {epsilon:g} needs a noise multiplier above 1e6: raise it")
-    stride = max(1, high // 512)
-    while high - stride > low:
-        if epsilon_of((high - stride) * STEP) > epsilon:
-            low = high - stride
-            break
-        high, stride = high - stride, 2 * stride
+    most = round(LARGEST_MULTIPLIER / STEP)
+    low, high = 0, most + 1  # low: too little noise, as none is; high: enough
+    tried, guess = list[tuple[int, float]](), min(max(1, math.ceil(start / STEP)), most)
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if epsilon_of(middle * STEP) <= epsilon else (middle, high)
+        found = epsilon_of(guess * STEP)
+        low, high = (low, guess) if found <= epsilon else (guess, high)
+        tried.append((guess, found))
+        middle = 2 * low if high > most else (low + high) // 2
+        guess = min(max(_guess(tried, epsilon) or middle, low + 1), high - 1)
+    if high > most:
+        raise ValueError(f"privacy.epsilon = {epsilon:g} needs a noise multiplier above 1e6: raise it")
     return round(high * STEP, 6)
+
+
+def _guess(tried: Sequence[tuple[int, float]], epsilon: float) -> int | None:
+    """Where the line through the last two points reaches epsilon; None if that is not known."""
+    (before, more), (last, found) = tried[-2] if len(tried) > 1 else (0, 0.0), tried[-1]
+    if len(tried) > GUESSES or not (epsilon > 0 and 0 < found < math.inf):
+        return None
+    slope = -1.0
+    if 0 < more < math.inf and before != last:
+        slope = min(math.log(found / more) / math.log(last / before), -0.1)
+    factor = math.exp(min(max(math.log(epsilon / found) / slope, -2.0), 2.0))
+    return math.ceil(last * factor)

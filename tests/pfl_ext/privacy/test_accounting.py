@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, combinations_with_replacement, pairwise, permutations
@@ -371,3 +372,28 @@ def test_the_least_multiplier_is_found_from_any_start_also_where_it_keeps_the_bu
 
     assert least_multiplier(epsilon_of, -100.0, start * STEP) == 100 * STEP
     assert least_multiplier(epsilon_of, -100.5, start * STEP) == 101 * STEP
+
+
+@pytest.mark.parametrize("start", [0.001, 0.7, 30.0])
+@pytest.mark.parametrize(
+    ("curve", "most"),
+    [
+        (lambda x: 2 / x, 9),
+        (lambda x: 0.7 * x**-2 + 0.4 / x, 11),
+        (lambda x: 5 * math.exp(-x) if x > 0.5 else math.inf, 22),
+        (lambda x: math.inf if x < 3.2105 else 0.0, 40),
+        (lambda x: max(1.0001 - x * 1e-4, 0.999), 60),
+    ],
+)
+def test_the_least_multiplier_is_found_by_few_evaluations(
+    curve: Callable[[float], float], most: int, start: float
+) -> None:
+    tried = list[float]()
+
+    def epsilon_of(multiplier: float) -> float:
+        tried.append(multiplier)
+        return float(curve(multiplier))
+
+    found = least_multiplier(epsilon_of, 1.0, start)
+    assert curve(found) <= 1 < curve(found - STEP)
+    assert len(tried) <= most, tried
