@@ -30,6 +30,7 @@ FROZEN, MODULES = list[int](), 50
 """How many modules were imported at each `freeze`, and so many more call for the next."""
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait do not spin: others need the cores
 os.fsync = os.fstat  # type: ignore[assignment]  # no machine fails here, and a run waits for its disk 20 times
 
 

@@ -18,7 +18,7 @@ SMALL_NET = "shufflenet_v2_x0_5 --model.groups=4"
     "words",
     [
         "lenet --runtime.lanes=2",
-        f"{SMALL_NET} --runtime.fuse=true --config=pfl-r-17 --privacy.noise_seed=run "
+        "lenet --runtime.fuse=true --config=pfl-r-17 --privacy.noise_seed=run "
         "--privacy.noise_cohort_size=4 --privacy.noise_population=12 --privacy.epsilon=50",
         "lenet --runtime.engine=stock",
         "lenet --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users "
