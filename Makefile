@@ -11,9 +11,33 @@ VARIABLES = ALGORITHM ARGS CONFIG DATA DATASET FAST HOSTS LAUNCHER LOCAL NAMES N
 GIVEN = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
 OTHERS = MAKEFLAGS SHELL CC CXX TMPDIR CUDA_% NCCL_% OMP_% MKL_% TORCH_% HOROVOD_% WANDB_%
 UNKNOWN = $(firstword $(filter-out $(VARIABLES) $(OTHERS),$(GIVEN)))
+# So is one that the goals of this call do not read. All read PYTHON and VENV.
+WORKER  = HOSTS LAUNCHER NNODES NP RDZV
+reads   = $(foreach goal,$(1),$(eval READS_$(goal) := $(2)))
+$(call reads,lock docs doctor bench bench-peers bench-growth opacus-peer vision-bench,ARGS)
+$(call reads,test,FAST)
+$(call reads,notebooks,NAMES)
+$(call reads,flair-fl flair-pfl vision-fl,ALGORITHM ARGS CONFIG DATA SEED $(WORKER))
+$(call reads,fedcv-fl,ALGORITHM ARGS CONFIG DATA SEED TASK $(WORKER))
+$(call reads,flair-c vision-c,ALGORITHM ARGS CONFIG DATA NP SEED)
+$(call reads,fedcv-c,ALGORITHM ARGS CONFIG DATA NP SEED TASK)
+$(call reads,flair-data,ARGS DATA)
+$(call reads,vision-data,ARGS DATASET)
+$(call reads,fedcv-data,ALGORITHM ARGS DATASET TASK)
+$(call reads,flair-table1,ARGS DATA SCALE SEEDS SETTINGS WEIGHTS)
+$(call reads,flair-figures,DATA OUT RUNS)
+$(call reads,flair-sweep vision-sweep,ARGS DATA LOCAL NP SWEEP)
+$(call reads,vision-report fedcv-report compare,ARGS OUT RUNS)
+$(call reads,published,ARGS DATA ROW SEED $(WORKER))
+$(call reads,published-verify,ROW)
+READ = $(sort $(foreach goal,$(MAKECMDGOALS),$(READS_$(goal))))
+IDLE = $(firstword $(filter-out $(READ) PYTHON VENV $(OTHERS),$(GIVEN)))
 ifeq ($(MAKELEVEL),0)
 ifneq ($(UNKNOWN),)
   $(error there is no variable $(UNKNOWN): choose any of $(VARIABLES))
+endif
+ifneq ($(IDLE),)
+  $(error make $(MAKECMDGOALS) does not read $(IDLE): it reads $(or $(READ),no variable))
 endif
 endif
 
@@ -38,13 +62,15 @@ LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 # ALGORITHM=scaffold and the like take the place of the config's own.
 INSTEAD = $(if $(ALGORITHM),--federated.algorithm '$(ALGORITHM)')
+SEED   ?= 0
+SEEDED  = $(if $(filter file,$(origin SEED)),,--seed '$(SEED)')
 
 .PHONY: help setup lock test lint docs notebooks horovod weights doctor compare published published-verify
 .PHONY: bench bench-growth bench-peers opacus-peer
 .PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 .PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
 .PHONY: fedcv-data fedcv-fl fedcv-c fedcv-report
-.PHONY: workers-given federated-given one-process dataset-given fedcv-dataset-given fedcv-task-given
+.PHONY: np-given workers-given federated-given one-process dataset-given fedcv-dataset-given fedcv-task-given
 
 help: ## this list
 	@awk -F':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,10 +86,11 @@ one-process:
 	@[ '$(NP)' = 1 ] || { echo "error: NP is '$(NP)': centralised training runs in one process, leave NP out" >&2; exit 2; }
 
 # Refuses NP, NNODES and LAUNCHER before anything is set up or started.
-workers-given:
-	@for given in 'NP=$(NP)' 'NNODES=$(NNODES)'; do case "$${given#*=}" in \
-	  ''|0*|*[!0-9]*) echo "error: $${given%%=*} is '$${given#*=}': give a whole number of at least 1" >&2; exit 2;; \
-	  esac; done
+whole-number = case '$($(1))' in ''|0*|*[!0-9]*) echo "error: $(1) is '$($(1))': give a whole number of at least 1" >&2; exit 2;; esac
+np-given:
+	@$(call whole-number,NP)
+workers-given: np-given
+	@$(call whole-number,NNODES)
 	@case '$(LAUNCHER)' in torchrun|horovod) ;; \
 	  *) echo "error: LAUNCHER is '$(LAUNCHER)': choose torchrun or horovod" >&2; exit 2;; esac
 
@@ -152,13 +179,13 @@ flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
 
 flair-fl: federated-given $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ALGORITHM=scaffold | ..., NP=2, ARGS="--key value ..."
-	@$(TRAIN) --config $(or $(CONFIG),fl-r-17) $(FILE) $(INSTEAD) $(ARGS)
+	@$(TRAIN) --config $(or $(CONFIG),fl-r-17) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
 flair-pfl: federated-given $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
-	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(INSTEAD) $(ARGS)
+	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
 flair-c: one-process $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
-	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)
+	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(SEEDED) $(ARGS)
 
 flair-table1: $(READY) ## Table 1, resumable, then report and figures: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
 	@$(PY) -m benchmarks.flair.table1 $(if $(SETTINGS),--settings $(SETTINGS)) $(if $(SEEDS),--seeds $(SEEDS)) \
@@ -168,7 +195,7 @@ flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and f
 	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(or $(FILE),--data_path $(or $(wildcard $(DATA)),mini)) \
 	  --output_dir $(or $(OUT),figures)
 
-flair-sweep: workers-given $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
+flair-sweep: np-given $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
 
 # Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks | cifar10_pfl, into data/$(DATASET).hdf5.
@@ -187,15 +214,15 @@ vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 |
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 vision-fl: federated-given $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
-	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(INSTEAD) $(ARGS)
+	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
 vision-c: one-process $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
-	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(FILE) $(ARGS)
+	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(FILE) $(SEEDED) $(ARGS)
 
 vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="runs/vision", OUT=report
 	@$(PY) -m $(VISION).report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
 
-vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
+vision-sweep: np-given $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
 	  --program $(VISION).train \
 	  $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
@@ -224,10 +251,10 @@ fedcv-task-given:
 OWN = $(if $(CONFIG),,$(filter $(ALGORITHM),$(basename $(notdir $(wildcard benchmarks/fedcv/$(TASK)/configs/*.yaml)))))
 FEDCV_CONFIG = $(or $(CONFIG),$(OWN),$(if $(filter classification,$(TASK)),$(if $(ALGORITHM),fedavg)))
 fedcv-fl: federated-given fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=scaffold | dsgd | ..., NP=2
-	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(FEDCV_CONFIG),--config '$(FEDCV_CONFIG)') $(FILE) $(if $(OWN),,$(INSTEAD)) $(ARGS)
+	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(FEDCV_CONFIG),--config '$(FEDCV_CONFIG)') $(FILE) $(if $(OWN),,$(INSTEAD)) $(SEEDED) $(ARGS)
 
 fedcv-c: one-process fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
-	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(ARGS)
+	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(SEEDED) $(ARGS)
 
 fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report
 	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
@@ -236,8 +263,7 @@ fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: 
 compare: $(READY) ## any runs of any benchmark side by side in one HTML page, with PNG, CSV and LaTeX: RUNS="a b", OUT=compare
 	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(or $(OUT),compare) $(ARGS)
 
-ROW  ?=
-SEED ?= 0
+ROW ?=
 published: $(WORKERS) ## a published number: ROW=niid-fedavg-dirichlet-fn SEED=0, DATA=F; resumable; the result is kept in the repository
 	@$(LAUNCH) -m benchmarks.published.train $(if $(ROW),--row '$(ROW)') --seed '$(SEED)' $(FILE) $(ARGS)
 

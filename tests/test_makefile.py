@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -53,7 +55,7 @@ def asked(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize("target", USING_DATA)
 def test_a_data_file_that_is_given_is_what_the_command_gets(target: str, tmp_path: Path) -> None:
     """Issue 17.39: a given file that did not exist was replaced by the drawn set."""
-    assert "--data_path nowhere.hdf5" in asked(tmp_path, target, "DATA=nowhere.hdf5", "RUNS=x")
+    assert "--data_path nowhere.hdf5" in asked(tmp_path, target, "DATA=nowhere.hdf5")
 
 
 @pytest.mark.parametrize("target", sorted(set(USING_DATA) - {"flair-figures"}))
@@ -93,8 +95,17 @@ def test_a_data_set_that_is_not_there_is_refused_before_anything_starts(
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("target", ["flair-fl", "flair-pfl", "flair-sweep", "vision-fl", "vision-sweep"])
-@pytest.mark.parametrize("given", ["NP=abc", "NP=0", "NP=-2", "NP=1.5", "NP=", "NNODES=two", "LAUNCHER=mpi"])
+WRONG_NP = ("NP=abc", "NP=0", "NP=-2", "NP=1.5", "NP=")
+SWEEPS = ("flair-sweep", "vision-sweep")
+
+
+@pytest.mark.parametrize(
+    ("target", "given"),
+    [
+        *itertools.product((*SWEEPS, "published"), WRONG_NP),
+        *itertools.product(("flair-fl", "flair-pfl", "vision-fl"), (*WRONG_NP, "NNODES=two", "LAUNCHER=mpi")),
+    ],
+)
 def test_a_wrong_number_of_workers_is_refused_before_anything_starts(
     target: str, given: str, tmp_path: Path
 ) -> None:
@@ -153,6 +164,37 @@ def test_a_variable_that_no_command_reads_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "there is no variable CONFI: choose any of ALGORITHM ARGS CONFIG" in done.stderr
     assert not (tmp_path / "asked").exists()
+
+
+GOALS = re.findall(r"^([a-z0-9-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+VARIABLES = re.findall(
+    r"\b[A-Z]+\b", re.findall(r"^VARIABLES = (.*?[^\\])$", (ROOT / "Makefile").read_text(), re.M | re.S)[0]
+)
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_variable_that_a_goal_does_not_read_is_refused(goal: str) -> None:
+    """They were ignored: ``make flair-fl SEED=1`` trained with seed 0."""
+
+    def said(*given: str) -> str:
+        return run_make(ROOT, "-n", goal, *given).stdout
+
+    refused = run_make(ROOT, "-n", goal, "NAMES=x", "FAST=x")
+    assert refused.returncode == 2
+    words = re.findall(r"does not read \w+: it reads (.*)\.  Stop", refused.stderr)[0]
+    read = [] if words == "no variable" else words.split()
+    for variable in read:
+        others = ["LAUNCHER=horovod", "NP=3"] if variable == "HOSTS" else []
+        assert said(f"{variable}=x", *others) != said(*others), f"{variable} changes nothing"
+    unread = [f"{name}=x" for name in VARIABLES if name not in (*read, "PYTHON", "VENV")]
+    below = "MAKELEVEL=1"  # nothing is refused there
+    assert said(below, *unread) == said(below)
+
+
+@pytest.mark.parametrize("target", ["flair-fl", "flair-pfl", "flair-c", "vision-fl", "vision-c", "fedcv-c"])
+def test_a_seed_is_given_to_the_training(target: str, tmp_path: Path) -> None:
+    *_, called = recorded(("make", target, "SEED=3"), tmp_path)
+    assert " ".join(called).endswith(" --seed 3")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Any runs of any benchmark side by side, in one page.
 
     python -m benchmarks.compare RUN_DIR... [--output_dir D] [--target 50]
+                                 [--columns data.partition [--rows server.momentum ...]]
 
 Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
 needs nothing but itself; compare.png with its charts, and charts/ with each as PNG and SVG; compare.csv with
-each number of each run; table.tex, a table for a paper.
+each number of each run; table.tex, a table for a paper. With --columns KEY also a table with a column for
+each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings with
+all their other keys, or with the values of the keys after --rows.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.compare import charts, tables
+from benchmarks.compare.crossed import Crossed, crossed
 from benchmarks.compare.groups import Comparison
-from benchmarks.compare.latex import latex
+from benchmarks.compare.latex import latex, latex_crossed
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from dataset import pages
@@ -55,7 +59,9 @@ FAIRNESS = (
 )
 
 
-def _page(comparison: Comparison, found: Sequence[charts.Chart], target: float | None) -> str:
+def _page(
+    comparison: Comparison, found: Sequence[charts.Chart], target: float | None, crossing: Crossed | None
+) -> str:
     labels = [group.label for group in comparison.groups]
     names = [charts.key(place, tables.breakable(label)) for place, label in enumerate(labels)]
     legend = tag("ul", *(tag("li", name) for name in names), class_="legend")
@@ -69,6 +75,7 @@ def _page(comparison: Comparison, found: Sequence[charts.Chart], target: float |
             tables.unfinished(comparison),
             tables.directories(comparison),
         ],
+        "Methods": [] if crossing is None else [tables.by_key(comparison, crossing)],
         "Curves": [legend, drawn, tag("p", CURVES, class_="note"), *spent] if found else [],
         "Scores": [tables.measured(comparison, [*tables.sections(comparison, "test"), "val, best model"])],
         "Config": [tables.configs(comparison)],
@@ -112,17 +119,27 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, default=Path("compare"))
     parser.add_argument("--target", type=float, help="a score in percent: when did each group reach it?")
+    parser.add_argument("--columns", metavar="KEY", help="a key: a table with a column for each value")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="keys that make its rows")
     options = parser.read(argv)
     if options.target is not None and not 0 <= options.target <= 100:
         raise ValueError(f"--target is {options.target:g}: give a percentage from 0 to 100")
     folder = output_folder("--output_dir", options.output_dir)
+    if options.rows and options.columns is None:
+        raise ValueError("--rows has no effect without --columns")
     comparison = compare(options.run_dirs)
+    crossing = None if options.columns is None else crossed(comparison, options.columns, options.rows)
     found = charts.charts(comparison)
     written = [folder / "compare.html", folder / "compare.csv", folder / "table.tex"]
-    pages.write(written[0], _page(comparison, found, options.target))
+    pages.write(written[0], _page(comparison, found, options.target, crossing))
     write_bytes(written[1], tables.csv(comparison).encode())
     command = shlex.join(["python", "-m", "benchmarks.compare", *argv])
     write_bytes(written[2], latex(comparison, command).encode())
+    if crossing is not None:
+        written.append(folder / "crossed.tex")
+        write_bytes(written[-1], latex_crossed(comparison, crossing, command).encode())
+    else:
+        (folder / "crossed.tex").unlink(missing_ok=True)  # of another comparison
     if found:
         labels = [group.label for group in comparison.groups]
         charts.png(found, labels, folder / "compare.png")

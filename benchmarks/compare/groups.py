@@ -103,12 +103,9 @@ def labelled(groups: Sequence[Group]) -> list[Group]:
     labels = []
     for group, tree, setting in zip(groups, trees, settings):
         rivals = [other for other, name in zip(trees, settings) if name == setting and other != tree]
-        apart = _apart(tree, rivals)
-        if len(apart) <= MOST_KEYS:
-            short = [key.rpartition(".")[2] for key in apart]
-            words = [key if short.count(one) > 1 else one for key, one in zip(apart, short)]
-            named = [f"{word} {tree.get(key)}" for word, key in zip(words, apart)]
-            labels.append(", ".join([setting, *named]))
+        keys = telling_keys(tree, rivals)
+        if len(keys) <= MOST_KEYS:
+            labels.append(", ".join([setting, *values_in_words(tree, keys)]))
         else:
             labels.append(f"{setting} ({group.runs[0].directory.name})")
     labels = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
@@ -132,7 +129,14 @@ def _settings(groups: Sequence[Group]) -> list[str]:
     return names
 
 
-def _apart(tree: Tree, rivals: Sequence[Tree]) -> list[str]:
+def values_in_words(tree: Tree, keys: Sequence[str]) -> list[str]:
+    """Each key's last word and its value; the whole key where two have the same last word."""
+    short = [key.rpartition(".")[2] for key in keys]
+    words = [key if short.count(one) > 1 else one for key, one in zip(keys, short)]
+    return [f"{word} {tree.get(key)}" for word, key in zip(words, keys)]
+
+
+def telling_keys(tree: Tree, rivals: Sequence[Tree]) -> list[str]:
     """Keys that together tell a config from all others: the one that tells it from most, and so on.
 
     A key that all have, as the kind of a compression, comes before one that goes with some kind.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.compare.charts import units
+from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import in_words
 from benchmarks.compare.privacy import in_short, privacy_of
@@ -69,13 +71,45 @@ def latex(comparison: Comparison, command: str) -> str:
         command: that made it, for a comment.
     """
     groups, columns = comparison.groups, _columns(comparison)
-    rows = zip(*(column.cells for column in columns), strict=True)
     said = ["Mean $\\pm$ standard deviation over $n$ seeds."]
-    if any(r"\textbf" in cell for column in columns for cell in column.cells):
-        said.append("Bold: the best mean on the same data.")
+    said += _bold_in_words(columns)
     if any(map(privacy_of, groups)):
         said.append("Epsilon is the largest over the seeds, of one run by itself.")
-    commits = {run.outcome.get("commit") or "unknown": None for group in groups for run in group.finished}
+    return _head(comparison, command) + _table(columns, said, "compare")
+
+
+def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
+    """A ``table`` for each score by which the runs are judged, in rows and columns as `crossed` made them.
+
+    Args:
+        comparison: what is compared.
+        table: its rows and columns.
+        command: that made it, for a comment.
+    """
+    text = _head(comparison, command)
+    for score in judged_by(comparison):
+        name = shown(score)
+        columns = [Column(escaped(table.key), [escaped(row) for row in table.rows])]
+        for place, head in enumerate(table.columns):
+            there = [(row, group) for row, group in enumerate(table.column(place)) if group is not None]
+            groups = [group for _, group in there]
+            cells = _best(groups, [comparison.values(group, TEST, name) for group in groups])
+            texts = {row: cell + escaped(table.fewer(group)) for (row, group), cell in zip(there, cells)}
+            columns.append(Column(escaped(head), [texts.get(row, "--") for row in range(len(table.rows))]))
+        said = [escaped(f"{name} on test (%). {table.in_words}"), *_bold_in_words(columns)]
+        text += _table(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
+    return text
+
+
+def _bold_in_words(columns: Sequence[Column]) -> list[str]:
+    bold = any(r"\textbf" in cell for column in columns for cell in column.cells)
+    return ["Bold: the best mean on the same data."] if bold else []
+
+
+def _head(comparison: Comparison, command: str) -> str:
+    """What LaTeX needs, and where the numbers come from, as comments."""
+    runs = [run for group in comparison.groups for run in group.finished]
+    commits = {run.outcome.get("commit") or "unknown": None for run in runs}
     of_runs = (
         f"the runs are of commit {clean(', '.join(map(str, commits)))}" if commits else "no run has ended"
     )
@@ -83,10 +117,17 @@ def latex(comparison: Comparison, command: str) -> str:
         "% needs \\usepackage{booktabs}",
         f"% made by: {clean(command)}",
         f"% at commit {commit() or 'unknown'}; {of_runs}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(columns: Sequence[Column], said: Sequence[str], label: str) -> str:
+    rows = zip(*(column.cells for column in columns), strict=True)
+    lines = [
         "\\begin{table}",
         "\\centering",
         f"\\caption{{{' '.join(said)}}}",
-        "\\label{tab:compare}",
+        f"\\label{{tab:{label}}}",
         f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
         "\\toprule",
         " & ".join(column.head for column in columns) + r" \\",

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from benchmarks.compare.charts import key
+from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import SPLITS, Unit, in_words
 from benchmarks.compare.privacy import in_short, privacy_of
@@ -71,6 +72,24 @@ def overview(comparison: Comparison) -> Html:
     heads = [f"{shown(score)} on test (%)" for score in scores] or ["first score on test (%)"]
     heads = ["group", "seeds", *heads, "wall clock", "bytes, whole run", "epsilon"]
     return table("Groups: runs that differ by their seed alone", heads, rows)
+
+
+def by_key(comparison: Comparison, crossing: Crossed) -> Html:
+    """A table for each score by which runs are judged, in the rows and columns of `crossed`."""
+    parts = []
+    for score in judged_by(comparison):
+        rows = []
+        for place, label in enumerate(crossing.rows):
+            groups = [crossing.cells.get((place, column)) for column in range(len(crossing.columns))]
+            cells = [NONE if each is None else _score(comparison, each, score, crossing) for each in groups]
+            rows.append([breakable(label), *cells])
+        caption = f"{shown(score)} on test (%) by {crossing.key}"
+        parts.append(table(caption, [crossing.key, *map(breakable, crossing.columns)], rows))
+    return join([*parts, tag("p", crossing.in_words, class_="note")])
+
+
+def _score(comparison: Comparison, group: Group, score: str, crossing: Crossed) -> str:
+    return in_words(comparison.values(group, TEST, shown(score)), "percent") + crossing.fewer(group)
 
 
 def reached(comparison: Comparison, target: float | None) -> Html:

@@ -38,8 +38,11 @@ from benchmarks.sweep.report import (
 )
 from benchmarks.sweep.space import Sweep, command_words
 from pfl_ext.configs import STRICT
+from pfl_ext.tasks.ranking import Diverged
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
+DIVERGED = "diverged"
+"""The status of a trial whose model diverged. To optuna it was stopped, so that the search avoids it."""
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
@@ -55,6 +58,11 @@ class Options:
     sweep_seed: NonNegativeInt = 0
     np: PositiveInt = 1
     program: str | None = None
+
+
+def status_of(trial: FrozenTrial) -> str:
+    """How a trial ended, in a word."""
+    return DIVERGED if trial.user_attrs.get(DIVERGED) else STATUS.get(trial.state, "running")
 
 
 def read_values(path: Path, metric: str) -> list[tuple[int, float]]:
@@ -198,14 +206,15 @@ class LocalSweep:
             fault = f"no {self.sweep.ranking.name} in metrics.jsonl"
         if fault is None:
             self.study.tell(trial, self._best(values))
-        elif process.stopping:
+        elif process.stopping or Diverged.SAYS in fault:
+            trial.set_user_attr(DIVERGED, Diverged.SAYS in fault)
             self.study.tell(trial, state=TrialState.PRUNED)
         else:
             trial.set_user_attr("message", fault)
             self.study.tell(trial, state=TrialState.FAIL)
-        status = STATUS[self.study.get_trials(deepcopy=False)[trial.number].state]
+        status = status_of(self.study.get_trials(deepcopy=False)[trial.number])
         best = f", best {self.sweep.ranking.name} {self._best(values):.4g}" if values else ""
-        why = f": {fault}" if status == "failed" else ""
+        why = f": {fault}" if status in ("failed", DIVERGED) else ""
         print(f"trial {trial.user_attrs['name'][:3]} {status}{best}{why}", flush=True)
         self._write(self.rows())
 
@@ -213,7 +222,7 @@ class LocalSweep:
         """Make what is missing of the trials; an interruption stops them, and a later call goes on.
 
         Raises:
-            ValueError: at the end, when trials failed; the others are reported all the same.
+            ValueError: at the end, when trials failed, or all diverged; they are reported all the same.
         """
         self._half_finished = [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
         for trial in self.trials():
@@ -246,14 +255,18 @@ class LocalSweep:
             raise ValueError(
                 f"{len(failed)} of {len(self.trials())} trials failed, trial {name[:3]}: {message}"
             )
-        return self.rows()
+        rows = self.rows()
+        if rows and all(row.status == DIVERGED for row in rows):
+            raise ValueError(f"in all {len(rows)} trials the model diverged: sweep over lower rates")
+        return rows
 
     def rows(self) -> list[Row]:
         """The trials as the table has them."""
         out = []
         for trial in self.trials():
             run_dir, values = self.run_dir(trial), self.values(trial)
-            step, score = self._best(values, key=lambda pair: pair[1]) if values else (None, None)
+            scored = values and status_of(trial) != DIVERGED
+            step, score = self._best(values, key=lambda pair: pair[1]) if scored else (None, None)
             path = run_dir / "results.json"
             results = json.loads(path.read_text()) if path.exists() else {}
             seconds = [value for _, value in read_values(run_dir / "metrics.jsonl", "seconds")]
@@ -261,7 +274,7 @@ class LocalSweep:
                 Row(
                     int(run_dir.name[:3]),
                     trial.user_attrs["point"],
-                    STATUS.get(trial.state, "running"),
+                    status_of(trial),
                     score,
                     step,
                     results.get("test", {}).get(self.sweep.experiment.headline[0]),

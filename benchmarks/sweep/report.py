@@ -78,7 +78,8 @@ def _cells(row: Row, names: Sequence[str]) -> list[str]:
 
 
 def over_seeds(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> list[list[str]]:
-    """The header, then each point with its mean over seeds, the best first; empty where no seed varies.
+    """The header, then each point with its mean over seeds, the best first, but for those of which a seed
+    diverged, which are last; empty where no seed varies.
 
     The standard deviation is the sample's (n - 1). The mean on test is there where all n trials have one.
     """
@@ -92,7 +93,8 @@ def over_seeds(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headl
     sign = -1 if metric.goal == "maximize" else 1
     means = {point: sign * statistics.fmean(r.score or 0.0 for r in found) for point, found in points.items()}
     out = [["rank", *names, "n", f"mean best {metric.name}", "std", f"mean test {shown(headline)}", "std"]]
-    for rank, point in enumerate(sorted(points, key=lambda each: means[each]), 1):
+    fell = {tuple(_cells(row, names)) for row in rows if row.status == "diverged"}
+    for rank, point in enumerate(sorted(points, key=lambda each: (each in fell, means[each])), 1):
         scores = [row.score for row in points[point]]
         tests = [row.test for row in points[point]]
         out.append(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -211,8 +211,11 @@ class Diverged(ValueError):
         remedy: what to do; names the key where that is known.
     """
 
+    SAYS: ClassVar[str] = ": the model has diverged, "
+    """What stands between the two in the message, for those who read it in a log."""
+
     def __init__(self, found: str, remedy: str = "try a lower learning rate or gradient clipping") -> None:
-        super().__init__(f"{found}: the model has diverged, {remedy}")
+        super().__init__(f"{found}{self.SAYS}{remedy}")
 
 
 def diverged(unknown: int, size: int) -> Diverged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from benchmarks.flair.config import FLAIR
 from benchmarks.sweep.local import LocalSweep, Options
 from benchmarks.sweep.report import parallel_coordinates
 from benchmarks.sweep.space import read_sweep
+from pfl_ext.tasks.ranking import Diverged
 from tests.benchmarks.conftest import SMALL
 from tests.benchmarks.sweep.test_space import written
 
@@ -30,12 +32,19 @@ SEEN: list[float] = []
 """What a trial leaves behind in its process."""
 
 
-def double(words: Sequence[str], pause: float, fails: float, dies: float, together: int) -> None:
+def double(
+    words: Sequence[str],
+    pause: float,
+    fails: float,
+    dies: float,
+    together: int,
+    diverges: float = math.inf,
+) -> None:
     """A training that takes no time: its metric is a hundred times its learning rate, plus the round.
 
     It waits until as many trials as go ``together`` were started; of four, the last three then wait for the
     first to end. The learning rates ``fails`` and ``dies``
-    end badly at their first attempt.
+    end badly at their first attempt, and those from ``diverges`` on after their last round.
     """
     values = FLAIR.words(words)
     rate, here = float(values["local.learning_rate"]), Path(values["run_dir"])
@@ -59,6 +68,8 @@ def double(words: Sequence[str], pause: float, fails: float, dies: float, togeth
         with (here / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"round": step, "val": {"C-AP": 100 * rate + step}}) + "\n")
         time.sleep(pause)
+    if rate >= diverges:
+        raise Diverged("round 8 ended with numbers that are not finite")
     (here / "ended").write_text(str(time.time()))
     (here / "results.json").write_text(json.dumps({"test": {"C-AP": 1.5}, "wall_clock_s": 2}))
 
@@ -77,10 +88,12 @@ def doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lo
         pause: float = 0.0,
         fails: float = -1.0,
         dies: float = -1.0,
+        diverges: float = math.inf,
         together: int = 1,
         **changes: Any,
     ) -> LocalSweep:
-        trial = functools.partial(double, pause=pause, fails=fails, dies=dies, together=together)
+        ends = {"fails": fails, "dies": dies, "diverges": diverges}
+        trial = functools.partial(double, pause=pause, together=together, **ends)
         monkeypatch.setattr(flair_train, "main", trial)
         known = {item.name for item in dataclasses.fields(Options)}
         options = Options(**{key: changes.pop(key) for key in list(changes) if key in known})

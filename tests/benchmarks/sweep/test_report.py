@@ -84,6 +84,9 @@ def test_points_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None:
         ["2", "lucky", "2", "50", "56.57", "", ""],
     ]
     assert over_seeds(rows, ["a", "seed"], Metric("val/loss"), "C-AP")[1][1] == "lucky"
+    fell = [*rows, Row(3, {"a": "steady", "seed": 3}, "diverged", None, None, None, 1.0, "x")]
+    ranked = over_seeds(fell, ["a", "seed"], Metric("val/C-AP", "maximize"), "C-AP")
+    assert [line[1] for line in ranked[1:]] == ["lucky", "steady"], "one of its seeds diverged"
     assert over_seeds(rows, ["a"], Metric("val/loss"), "C-AP") == []
     text = write_tables([["rank"], ["1"]], means, "A note.", tmp_path)
     assert text == (tmp_path / "table.md").read_text().rstrip("\n")

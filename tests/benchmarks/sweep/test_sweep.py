@@ -215,6 +215,26 @@ def test_a_trial_that_fails_or_dies_harms_no_other_and_is_tried_once_more(
     assert [len(devices) for devices in starts(again)] == [1, 2, 1, 1]
 
 
+def test_a_trial_that_diverges_is_an_answer_and_ranks_last(
+    doubled: Callable[..., LocalSweep], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Grids of rates have such trials. It was a failure: the sweep ended with 2, and tried it once more."""
+    sweep = doubled(FOUR, diverges=0.35)
+    rows = sweep.run()
+    assert [row.status for row in rows] == ["finished"] * 3 + ["diverged"]
+    assert [row.score for row in rows] == [17.0, 27.0, 37.0, None], "47 until then"
+    assert "trial 003 diverged" in capsys.readouterr().out
+    assert (sweep.directory / "table.md").read_text().splitlines()[-1].split(" | ")[1] == "003"
+    again = doubled(FOUR, diverges=0.35)
+    assert [row.status for row in again.run()] == [row.status for row in rows]
+    assert [len(devices) for devices in starts(again)] == [1, 1, 1, 1]
+
+
+def test_a_sweep_in_which_all_trials_diverge_has_failed(doubled: Callable[..., LocalSweep]) -> None:
+    with pytest.raises(ValueError, match="in all 2 trials the model diverged: sweep over lower rates"):
+        doubled(RATES, diverges=0.0).run()
+
+
 def test_hyperband_stops_the_hopeless_and_leaves_the_best(doubled: Callable[..., LocalSweep]) -> None:
     """All four have started when the best one comes first to each place: only it may end."""
     rule = {"type": "hyperband", "min_iter": 2, "eta": 4}

@@ -1,0 +1,124 @@
+"""Runs as a paper's table has them: a row for each method, a column for each value of one key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.compare.groups import Comparison, Group, telling_keys, values_in_words
+from benchmarks.core.config.trees import Tree, as_word
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Groups of runs by row and column; a cell may have none."""
+
+    key: str
+    """The key whose values are the columns."""
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    cells: Mapping[tuple[int, int], Group]
+    """By row and column."""
+    besides: tuple[str, ...]
+    """Other keys in which groups of one row differ."""
+
+    @property
+    def _most(self) -> int:
+        return max(len(group.finished) for group in self.cells.values())
+
+    def fewer(self, group: Group) -> str:
+        """`` (n = 1)`` for a group with fewer finished seeds than another."""
+        n = len(group.finished)
+        return f" (n = {n})" if 0 < n < self._most else ""
+
+    @property
+    def in_words(self) -> str:
+        """What the numbers are."""
+        seeds = f"{self._most} seed{'' if self._most == 1 else 's'}"
+        said = f"Mean ± standard deviation over {seeds}, where no other n is named."
+        return said + (f" Along a row {', '.join(self.besides)} differ, too." if self.besides else "")
+
+    def column(self, place: int) -> list[Group | None]:
+        """The groups of a column, from the first row to the last."""
+        return [self.cells.get((row, place)) for row in range(len(self.rows))]
+
+
+def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> Crossed:
+    """Put the groups into rows and columns.
+
+    Args:
+        comparison: what is compared.
+        key: the columns' key, as ``data.partition``.
+        row_keys: the keys whose values make a row, beside the setting. Without them every key but that of the
+            columns does; with them the groups of a row may differ in others, as in a rate that was tuned for
+            each column.
+
+    Raises:
+        ValueError: when a key has no effect in any run, or two groups fall into one cell.
+    """
+    if len({group.headline for group in comparison.groups}) > 1:
+        raise ValueError("--columns needs runs that are judged by the same scores; leave the others out")
+    differing = comparison.differences()
+    for name in (key, *row_keys):
+        if not any(name in group.keys for group in comparison.groups):
+            known = ", ".join(differing) or "none"
+            raise ValueError(f"no run has a key {name} that has an effect; those that differ: {known}")
+    if key in (*row_keys, "setting"):
+        raise ValueError(f"{key} cannot make rows and columns at once; leave it to the rows")
+    names = [_name(group) for group in comparison.groups]
+    trees = [_of_row(group, key, row_keys) for group in comparison.groups]
+    columns = sorted({_value(group, key) for group in comparison.groups}, key=_by_number)
+    rows: list[tuple[str, Tree]] = []
+    cells: dict[tuple[int, int], Group] = {}
+    for group, row in zip(comparison.groups, zip(names, trees)):
+        if row not in rows:
+            rows.append(row)
+        place = rows.index(row), columns.index(_value(group, key))
+        if place in cells:
+            raise ValueError(_two_in_one(cells[place], group, key))
+        cells[place] = group
+    inside = [
+        {name for name in differing if len({str(each.keys.get(name)) for each in of_row}) > 1}
+        for of_row in ([cells[at] for at in cells if at[0] == row] for row in range(len(rows)))
+    ]
+    besides = tuple(name for name in differing if name != key and any(name in one for one in inside))
+    return Crossed(key, tuple(columns), tuple(_labels(rows)), cells, besides)
+
+
+def _name(group: Group) -> str:
+    return group.trained.benchmark.name_of(group.runs[0].config) or "no setting"
+
+
+def _of_row(group: Group, key: str, row_keys: Sequence[str]) -> Tree:
+    if row_keys:
+        return {name: group.keys.get(name) for name in row_keys}
+    return {name: value for name, value in group.keys.items() if name != key}
+
+
+def _value(group: Group, key: str) -> str:
+    return as_word(group.keys.get(key))
+
+
+def _by_number(word: str) -> list[tuple[int, float, str]]:
+    """``alpha-1.00`` after ``alpha-0.10``, and 10 after 9."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", word)
+    return [(1, float(part), "") if place % 2 else (0, 0.0, part) for place, part in enumerate(parts)]
+
+
+def _two_in_one(first: Group, second: Group, key: str) -> str:
+    names = [name for name in first.keys | second.keys if first.keys.get(name) != second.keys.get(name)]
+    differ = ", ".join(name for name in names if name != key)
+    both = f"{first.runs[0].directory} and {second.runs[0].directory} are of one row and one column"
+    if not differ:
+        return f"{both}, with other data or weights: leave one out"
+    return f"{both}: name in --rows what differs ({differ}), or leave one out"
+
+
+def _labels(rows: Sequence[tuple[str, Tree]]) -> list[str]:
+    """The name of each row's setting, and the values that tell it from other rows of that name."""
+    labels = []
+    for name, tree in rows:
+        rivals = [other for its, other in rows if its == name and other != tree]
+        labels.append(", ".join([name, *values_in_words(tree, telling_keys(tree, rivals))]))
+    return labels

@@ -1,0 +1,107 @@
+"""A table with a column for each value of a key, and a row for each method."""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare.__main__ import main
+from tests.benchmarks.compare.test_latex import rows_of
+from tests.benchmarks.made_runs import make_run
+from tests.benchmarks.visual_classification.test_visual_classification import made_run
+
+RATE, SERVER = "local.learning_rate", "server.learning_rate"
+BY_RATE = ("--columns", RATE)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No picture is written beside the page."""
+    monkeypatch.setattr("benchmarks.compare.charts.png", lambda *_: None)
+    monkeypatch.setattr("benchmarks.compare.charts.single", lambda *_: ())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FedAvg and SCAFFOLD at three rates, of which SCAFFOLD lacks one; two seeds, but at one place."""
+    top = tmp_path_factory.mktemp("runs")
+    for rate in (0.5, 0.05, 10.0):
+        for seed in (0, 1):
+            make_run(top / f"a{rate}{seed}", "fl-r-17", f"--{RATE}={rate}", seed=seed, shift=rate + seed)
+            if (rate, seed) != (10.0, 1):
+                words = f"--{RATE}={rate}", "--federated.algorithm=scaffold"
+                make_run(top / f"b{rate}{seed}", "fl-r-17", *words, seed=seed, shift=2 * rate + 3 * seed)
+    return top
+
+
+def written(tmp_path: Path, *argv: str) -> tuple[str, str, list[dict[str, str]]]:
+    """What the command wrote: page, table, and the lines of the CSV."""
+    main([*argv, "--output_dir", str(tmp_path / "out")])
+    page, table, numbers = ((tmp_path / "out" / f) for f in ("compare.html", "crossed.tex", "compare.csv"))
+    return page.read_text(), table.read_text(), list(csv.DictReader(numbers.read_text().splitlines()))
+
+
+def test_columns_are_in_order_and_each_number_follows_from_the_csv(runs: Path, tmp_path: Path) -> None:
+    page, text, lines = written(tmp_path, str(runs), *BY_RATE)
+    first, *others = re.findall(r"\\begin\{table\}.*?\\end\{table\}", text, re.DOTALL)
+    assert len(others) == 1, "a table for each of FLAIR's two scores"
+    heads, fedavg, scaffold = rows_of(first)
+    assert heads == [r"local.learning\_rate", "0.05", "0.5", "10.0"]
+    assert [fedavg[0], scaffold[0]] == ["FL-R-17", "FL-R-17, algorithm scaffold"]
+    for row, letter in ((fedavg, "a"), (scaffold, "b")):
+        for rate, cell in zip(heads[1:], row[1:]):
+            values = [
+                float(line["value"])
+                for line in lines
+                if (line["section"], line["measure"]) == ("test, best model", "C-AP exact")
+                and Path(line["run"]).name.startswith(f"{letter}{rate}")
+            ]
+            shown = f"{statistics.fmean(values):.2f}"
+            if len(values) > 1:
+                shown += rf" $\pm$ {statistics.stdev(values):.2f}"
+            bold = rf"\textbf{{{shown}}}" + (" (n = 1)" if len(values) == 1 else "")
+            assert cell == (shown if letter == "a" else bold)
+    assert "over 2 seeds, where no other n is named" in text
+    assert "local.learning_rate" in re.findall(r"C-AP exact on test \(%\) by ([\w.]+)", page)
+
+
+def test_rows_of_named_keys_may_differ_in_others_and_say_so(tmp_path: Path) -> None:
+    for rate, server in ((0.1, 1.0), (0.2, 0.5)):
+        make_run(tmp_path / f"{rate}", "fl-r-17", f"--{RATE}={rate}", f"--{SERVER}={server}")
+    _, text, _ = written(tmp_path, str(tmp_path), *BY_RATE)
+    _, *rows = rows_of(text[: text.index(r"\end{table}")] + r"\end{table}")
+    assert [row[1:].count("--") for row in rows] == [1, 1], "a row for each of the server's rates"
+    _, text, _ = written(tmp_path, str(tmp_path), *BY_RATE, "--rows", "federated.algorithm")
+    _, row = rows_of(text[: text.index(r"\end{table}")] + r"\end{table}")
+    assert row[0] == "FL-R-17"
+    assert "--" not in row
+    assert r"Along a row server.learning\_rate differ, too." in text
+    main([str(tmp_path / "0.1"), "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out" / "crossed.tex").exists(), "that of the comparison before"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--columns", "local.rate"], "no run has a key local.rate that has an effect; those that differ: "),
+        (["--columns", "seed"], "no run has a key seed that has an effect"),
+        ([*BY_RATE, "--rows", RATE], f"{RATE} cannot make rows and columns at once"),
+        (["--columns", "federated.algorithm", "--rows", SERVER], r"name in --rows what differs \("),
+        (["--rows", RATE], "--rows has no effect without --columns"),
+    ],
+)
+def test_what_makes_no_table_is_refused(words: list[str], why: str, runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=why):
+        written(tmp_path, str(runs), *words)
+    assert not (tmp_path / "out" / "compare.html").exists()
+
+
+def test_one_cell_has_one_group_and_all_are_judged_alike(tmp_path: Path) -> None:
+    made_run(tmp_path / "vision", "cifar10-fedavg", 0, 40.0)
+    make_run(tmp_path / "one", "fl-r-17")
+    with pytest.raises(ValueError, match="judged by the same scores"):
+        written(tmp_path, str(tmp_path), *BY_RATE)
