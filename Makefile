@@ -204,7 +204,7 @@ dataset-given:
 	@case '$(DATASET)' in cifar10|cifar100|inaturalist|landmarks|cifar10_pfl) ;; \
 	  *) echo "error: DATASET is '$(DATASET)': choose cifar10, cifar100, inaturalist, landmarks or cifar10_pfl" >&2; exit 2;; esac
 VISION   = benchmarks.visual_classification
-FEDCV    = camvid street cityscapes voc sbd coco cifar10 cifar100 landmarks
+FEDCV    = camvid street cityscapes voc sbd coco yolo cifar10 cifar100 landmarks
 fedcv-dataset-given:
 	@case ' $(FEDCV) ' in *' $(FEDCV_DATASET) '*) ;; \
 	  *) echo "error: DATASET is '$(FEDCV_DATASET)': choose any of $(FEDCV)" >&2; exit 2;; esac
@@ -235,7 +235,7 @@ DATA_detection      = street
 DATA_classification = $(if $(ALGORITHM),cifar10,cifar100)
 FEDCV_DATASET = $(if $(filter file,$(origin DATASET)),$(DATA_$(TASK)),$(DATASET))
 ##@ FedCV: classification, segmentation, detection
-fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes with ARGS="--source DIR"
+fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes | yolo with ARGS="--source DIR"
 	$(PY) -m dataset.$(FEDCV_DATASET).download_preprocess --output_file data/$(FEDCV_DATASET).hdf5 $(ARGS)
 
 TASK       ?= $(if $(ALGORITHM),classification,segmentation)

@@ -1,4 +1,4 @@
-"""The command line of data sets with masks or boxes: `dataset.voc`, `dataset.coco`, `dataset.camvid`, ..."""
+"""The command line of data sets with masks or boxes: `dataset.voc`, `dataset.coco`, `dataset.yolo`, ..."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dataset.fetch.annotated import (
     Users,
     read_users,
 )
-from dataset.fetch.archives import JPEG_SUFFIXES, ArchiveSource
+from dataset.fetch.archives import IMAGE_SUFFIXES, JPEG_SUFFIXES, ArchiveSource
 from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
 from dataset.fetch.members import collected
@@ -33,7 +33,6 @@ from dataset.journal import free
 from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
 from dataset.store.images import Transcoding
 
-SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp")
 NOBODY_KNOWN = (
     "nobody is known who took these images, so that one user owns each split: give --users_csv, or draw "
     "clients in training, as --data.partition iid-clients-10-seed-0"
@@ -259,7 +258,7 @@ class _Place:
         shards = [*self.listing, *self.images]
         paths, size = None, self.spec.mean_image_bytes * len(ids)
         if self.root is not None:
-            paths = image_files(self.root, frozenset(ids), inside, SUFFIXES)
+            paths = image_files(self.root, frozenset(ids), inside, IMAGE_SUFFIXES)
             if not self.images:
                 size = sum(path.stat().st_size for path in paths.values())
         return ArchiveSource(

@@ -29,6 +29,7 @@ from dataset.fetch.source import Image, Records, Shard, Source
 
 MAX_IMAGE_BYTES = 1 << 26
 JPEG_SUFFIXES = (".jpg", ".jpeg")
+IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp")
 Member = tuple[PurePosixPath, int, Callable[[], bytes]]
 """A file of an archive: its path there, its size in bytes, and how to read it."""
 _DAMAGE = (

@@ -35,6 +35,8 @@ from dataset.store.annotations import BACKGROUND, CROWD, VOID, is_background
 MAX_JSON_BYTES = 1 << 30
 """Largest size of such a file in bytes; COCO's largest has 448 MB."""
 MAX_CATEGORIES = 1 << 16
+MAX_SHOWN = 160
+"""Letters of an annotation's id in an error."""
 _NAME = re.compile(r"instances_((train|val|test)[A-Za-z0-9._-]*)\.json")
 _KEPT = {
     "images", "annotations", "categories", "id", "name", "file_name", "width", "height", "image_id",
@@ -56,16 +58,14 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
     """Read the annotations; see `dataset.fetch.annotated.Layout.read`."""
-    reader = _Reader(reading.cut, reading.form)
+    reader = Reader(reading.cut, reading.form)
     for name in sorted(files):
         if found := _NAME.fullmatch(name):
             content = parse_json(files[name], f"{origin}: {name}", reading.form)
             reader.read(content, f"{origin}: {name}", found[1], found[2])
-    if reader.repaired["objects_without_an_outline"] and not reader.outlined:
-        raise ValueError(f"{origin}: no object has an outline (segmentation): give --annotation boxes")
     if not reader.records:
         raise ValueError(f"{origin} holds no annotations/instances_train*.json, _val*.json or _test*.json")
-    return reader.annotated()
+    return reader.annotated(origin)
 
 
 COCO = Layout(("boxes", "mask"), wanted, read)
@@ -97,8 +97,13 @@ def parse_json(content: bytes, origin: str, form: Form = "boxes") -> Json:
 
 
 @dataclass
-class _Reader:
-    """Collects the images of one file after another."""
+class Reader:
+    """Collects the images of one file after another.
+
+    Args:
+        cut: as in `Reading`.
+        form: as in `Reading`.
+    """
 
     cut: bool
     form: Form
@@ -112,6 +117,14 @@ class _Reader:
     outlined: bool = False  # whether any object has an outline
 
     def read(self, content: Json, origin: str, folder: str, split: str) -> None:
+        """Take the images of a file.
+
+        Args:
+            content: the file's, by `parse_json`.
+            origin: the file, for errors.
+            folder: the folder with its images.
+            split: of its images.
+        """
         categories = _categories(_list(content, "categories", origin), origin)
         if self.form == "mask" and len(categories) >= VOID:
             raise ValueError(f"{origin} has {len(categories):,} categories; masks have at most {VOID - 1}")
@@ -143,7 +156,7 @@ class _Reader:
             }
             self._also_called(str(number), Path(name).stem)
         for entry in _list(content, "annotations", origin):
-            where = f"{origin}: annotation {str(entry.get('id'))[:40]}"
+            where = f"{origin}: annotation {str(entry.get('id'))[:MAX_SHOWN]}"
             number = _whole(entry, "image_id", where)
             if number not in images:
                 raise ValueError(f"{where} is of image {number}, which the file does not list")
@@ -191,7 +204,10 @@ class _Reader:
         name = self.categories[category]
         return None if corners is None else {"name": name, "corners": corners, "flags": CROWD * int(crowd)}
 
-    def annotated(self) -> Annotated:
+    def annotated(self, origin: str) -> Annotated:
+        """All that was read; a ValueError where masks are wanted and no object has an outline."""
+        if self.repaired["objects_without_an_outline"] and not self.outlined:
+            raise ValueError(f"{origin}: no object has an outline (segmentation): give --annotation boxes")
         notes = {"category_ids": list(self.categories)}
         ids = {number: image for number, image in self.ids.items() if number not in self.twice}
         classes = [*([BACKGROUND] if self.form == "mask" else []), *self.categories.values()]

@@ -26,6 +26,7 @@ from dataset.partitions import __main__ as partitions
 from dataset.store import probe, validate
 from dataset.street import download_preprocess as street
 from dataset.voc import download_preprocess as voc
+from dataset.yolo import download_preprocess as yolo
 from tests.bad_calls import check_refused
 from tests.dataset.cifar10.made_cifar import CIFAR10
 from tests.dataset.cifar10.made_cifar import write_parquet as write_cifar
@@ -44,6 +45,7 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "voc": voc.main,
     "coco": coco.main,
     "street": street.main,
+    "yolo": yolo.main,
     "browse": browse.main,
     "convert": convert.main,
 }
@@ -157,6 +159,7 @@ BAD = [
     ("coco", f"{OUT} --source=folder --bad_boxes=keep", "--bad_boxes: invalid choice: 'keep'"),
     ("street", OUT, "required: --source"),
     ("street", f"{OUT} --source=http://127.0.0.1:9/", "is an address; give a folder: there is no archive"),
+    ("yolo", f"{OUT} --source=folder", "folder has none of data.yaml, data.yml, classes.txt"),
     ("cifar10", "", "required: --output_file"),
     ("cifar10", f"{OUT} --source=nowhere", "--source nowhere is neither a folder nor an address"),
     (
