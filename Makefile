@@ -39,6 +39,9 @@ endif
 ifneq ($(IDLE),)
   $(error make $(MAKECMDGOALS) does not read $(IDLE): it reads $(or $(READ),no variable))
 endif
+ifneq ($(word 2,$(ALGORITHM))$(findstring %,$(ALGORITHM))$(findstring ',$(ALGORITHM)),)
+  $(error ALGORITHM is $(ALGORITHM): give the name of one algorithm)
+endif
 endif
 
 # A DATA that is given must exist. Where none is given, a command takes its data set's file in data/, such as
@@ -238,17 +241,19 @@ FEDCV_DATASET = $(if $(filter file,$(origin DATASET)),$(DATA_$(TASK)),$(DATASET)
 fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes | yolo with ARGS="--source DIR"
 	$(PY) -m dataset.$(FEDCV_DATASET).download_preprocess --output_file data/$(FEDCV_DATASET).hdf5 $(ARGS)
 
-TASK       ?= $(if $(ALGORITHM),classification,segmentation)
+FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))
+# That of CONFIG, where one has a config of this name.
+TASK       ?= $(or $(firstword $(foreach task,$(if $(CONFIG),$(FEDCV_TASKS)),$(if $(wildcard \
+  benchmarks/fedcv/$(task)/configs/$(CONFIG).yaml),$(task)))),$(if $(ALGORITHM),classification,segmentation))
 CENTRAL_segmentation   = camvid-c
 CENTRAL_detection      = street-c
 CENTRAL_classification = cifar100-efficientnet-c
-FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))
 fedcv-task-given:
 	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \
 	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)" >&2; exit 2;; esac
 
-# Where an algorithm has a config of its own and no other is given, that is taken.
-OWN = $(if $(CONFIG),,$(filter $(ALGORITHM),$(basename $(notdir $(wildcard benchmarks/fedcv/$(TASK)/configs/*.yaml)))))
+# Where an algorithm has a config of its own and no other is given, that is taken. Names of other configs have a dash.
+OWN = $(if $(CONFIG)$(findstring -,$(ALGORITHM)),,$(filter $(ALGORITHM),$(basename $(notdir $(wildcard benchmarks/fedcv/$(TASK)/configs/*.yaml)))))
 FEDCV_CONFIG = $(or $(CONFIG),$(OWN),$(if $(filter classification,$(TASK)),$(if $(ALGORITHM),fedavg)))
 fedcv-fl: federated-given fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=scaffold | dsgd | ..., NP=2
 	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(FEDCV_CONFIG),--config '$(FEDCV_CONFIG)') $(FILE) $(if $(OWN),,$(INSTEAD)) $(SEEDED) $(ARGS)

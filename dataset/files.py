@@ -7,6 +7,7 @@ import errno
 import hashlib
 import importlib
 import json
+import math
 import os
 import pkgutil
 import sys
@@ -87,7 +88,7 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: str, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, refusal: str, wait: float = 0.0) -> Iterator[None]:
     """Hold a lock file within the block. A killed process holds nothing.
 
     A file system without locks grants every lock.
@@ -95,10 +96,11 @@ def locked(path: Path, refusal: str, wait: bool = False) -> Iterator[None]:
     Args:
         path: the lock file, which stays when the lock is released.
         refusal: what is said when another process holds the lock.
-        wait: print that, and wait for the lock.
+        wait: print that, and wait for the lock, for so many seconds at most.
 
     Raises:
         ValueError: the refusal.
+        TimeoutError: after the wait.
     """
     from filelock import FileLock, Timeout  # here, so that the rest needs nothing that is installed
 
@@ -109,7 +111,7 @@ def locked(path: Path, refusal: str, wait: bool = False) -> Iterator[None]:
         if not wait:
             raise ValueError(refusal) from None
         print(refusal, file=sys.stderr, flush=True)
-        lock.acquire(blocking=True)
+        lock.acquire(timeout=-1 if math.isinf(wait) else wait, blocking=True)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

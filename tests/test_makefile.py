@@ -221,12 +221,30 @@ def test_centralised_settings_are_for_other_targets(target: str, config: str, tm
         ("fedcv-fl TASK=segmentation ALGORITHM=scaffold", "--federated.algorithm scaffold"),
         ("fedcv-fl ALGORITHM=dsgd CONFIG=fedavg", "--config fedavg --federated.algorithm dsgd"),
         ("fedcv-fl ALGORITHM=*", "--config fedavg --federated.algorithm *"),
+        ("fedcv-fl ALGORITHM=c-c", "--config fedavg --federated.algorithm c-c"),
+        ("fedcv-fl CONFIG=camvid-fl ALGORITHM=scaffold", "--config camvid-fl --federated.algorithm scaffold"),
     ],
 )
 def test_an_algorithm_has_its_own_config_or_another_ones(words: str, expected: str, tmp_path: Path) -> None:
     """It was not read by most targets, nor by any where a config was given: they trained by FedAvg."""
     *_, called = recorded(("make", *words.split()), tmp_path)
     assert " ".join(called).endswith(f".train {expected}")
+
+
+@pytest.mark.parametrize("name", ["scaffold fedprox", "fed%", "it's"])
+def test_an_algorithm_is_one_name(name: str, tmp_path: Path) -> None:
+    """Of several the first was taken, and all whose names a pattern fits."""
+    done = make(tmp_path, "fedcv-fl", f"ALGORITHM={name}")
+    assert done.returncode == 2
+    assert f"ALGORITHM is {name}: give the name of one algorithm" in done.stderr
+
+
+@pytest.mark.parametrize("config", ["street-fl", "camvid-c", "fedavg"])
+def test_a_config_has_its_own_task(config: str) -> None:
+    target = "fedcv-c" if config.endswith("-c") else "fedcv-fl"
+    task = {"street-fl": "detection", "camvid-c": "segmentation", "fedavg": "classification"}[config]
+    said = run_make(ROOT, "-n", target, f"CONFIG={config}").stdout
+    assert f"-m benchmarks.fedcv.{task}.train --config '{config}'" in said
 
 
 def test_centralised_training_has_no_algorithm(tmp_path: Path) -> None:

@@ -108,12 +108,16 @@ def labelled(groups: Sequence[Group]) -> list[Group]:
             labels.append(", ".join([setting, *values_in_words(tree, keys)]))
         else:
             labels.append(f"{setting} ({group.runs[0].directory.name})")
-    labels = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
+    labels = [_cut(label) for label in labels]
     several = Counter(labels)
     for place, group in enumerate(groups):
         if several[labels[place]] > 1:
-            labels[place] = f"{settings[place]} ({group.runs[0].directory})"
+            labels[place] = f"{_cut(settings[place])} ({group.runs[0].directory})"
     return [dataclasses.replace(group, label=label) for group, label in zip(groups, labels)]
+
+
+def _cut(label: str) -> str:
+    return label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…"
 
 
 def _settings(groups: Sequence[Group]) -> list[str]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.flair.mini import MiniSpec
-from dataset.partitions.drawn import read_name
+from dataset.partitions.drawn import deals_any, drawers, read_name
 from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
-from dataset.store.views import SingleLabelView
+from dataset.store.views import PARTITIONED, SingleLabelView
 
 
 def data_source(
@@ -63,3 +63,22 @@ def drawn_partition(file: DataFile, name: str | None, taxonomy: str) -> Partitio
     held = SingleLabelView(file, taxonomy=taxonomy).partition_names
     recipe = None if name is None or name in held else read_name(name)
     return None if recipe is None else drawn_of(file, recipe, taxonomy)
+
+
+def dealt_sets(file: DataFile, name: str, taxonomy: str) -> PartitionIndex:
+    """The partition of that name of images with any number of labels each, as rows of the file.
+
+    Raises:
+        ValueError: where the file holds none of this name, and none can be drawn.
+    """
+    held = file.split(PARTITIONED).partitions
+    if name in held:
+        return held[name]
+    recipe = read_name(name)
+    if recipe is None or not deals_any(recipe.kind):
+        kinds = ", ".join(kind for kind in drawers() if deals_any(kind))
+        raise ValueError(
+            f"data.partition is {name!r}: give {', '.join(['user', 'iid', *held])}, or such a name as "
+            f"iid-clients-10-seed-0 of a kind that deals images whatever their labels: {kinds}"
+        )
+    return drawn_of(file, recipe, taxonomy, several=True)

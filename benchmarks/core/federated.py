@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+import sys
 import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
@@ -222,10 +223,15 @@ def check_federated(
             that does not fit.
     """
     config = run.config
-    population, federated = len(store.user_ids), config.federated
+    federated, users = config.federated, training_data(run, store, module.task, partition)
+    if users.num_users == 1 and partition is None and is_main():
+        print(
+            "one user owns all training images, so that one client is trained: --data.partition "
+            "iid-clients-10-seed-0, for example, deals them to ten",
+            file=sys.stderr,
+        )
     if config.privacy is not None:
-        calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
-    users = training_data(run, store, module.task, partition)
+        calibrated(config.privacy, users.num_users, federated.cohort_size, federated.num_rounds)
     draws_cohorts = "federated.cohort_size" not in federated.chosen.idle.split()
     if draws_cohorts:
         users.cohort(federated.cohort_size)

@@ -6,6 +6,7 @@ Shape letters: n rows, D features of an image.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -126,7 +127,7 @@ class KeptFeatures:
         with written(cache.folder):
             cache.folder.mkdir(parents=True, exist_ok=True)
         waiting = "waiting for another process that computes these features"
-        with locked(cache.folder / "lock", waiting, wait=True):
+        with locked(cache.folder / "lock", waiting, wait=math.inf):
             # another process may have computed some
             blocks = cache.missing({name: column.rows for name, column in columns.items()})
             bar = tqdm(

@@ -56,17 +56,21 @@ def directory_of(run: AnyRun, data_path: Path) -> Path:
         own = path.with_name(f"{path.name}-{short_digest(config)}")
         if has_begun(own):
             return own
-        if has_begun(path) and not _holds_another(path, run):
+        if has_begun(path) and not _differs(path, run, damaged=path != plain):
             return path
     return own if has_begun(plain) else plain
 
 
-def _holds_another(directory: Path, run: AnyRun) -> bool:
-    """Whether a directory in which a run has begun holds one of another config."""
+def _differs(directory: Path, run: AnyRun, damaged: bool) -> bool:
+    """Whether a directory in which a run has begun holds one of another config.
+
+    Where its config cannot be read, that is ``damaged``: a folder that is this run's by its name is then
+    refused, instead of a second one being begun.
+    """
     try:
         return bool(run_differences(read_yaml(directory / "config.yaml"), run))
     except ValueError:
-        return False  # damaged, and refused for it
+        return damaged
 
 
 def has_begun(directory: Path) -> bool:

@@ -30,8 +30,9 @@ class DataConfig(ImageConfig):
     """Labels to learn: 17 coarse ones, or 1,628 fine-grained ones."""
     binary_label: str | None = None
     """Name of the one label, of either taxonomy, to learn as a binary task; none: all labels."""
-    partition: Literal["user", "iid"] = "user"
-    """Owners of the images: real users, or as many users of the mean size who get them at random."""
+    partition: str = "user"
+    """Owners of the images: user: real ones; iid: as many of the mean size, who get them at random; or the
+    clients of a partition, the file's or a drawn one, such as iid-clients-10-seed-0."""
 
 
 @dataclass(frozen=True, config=STRICT)

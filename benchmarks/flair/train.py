@@ -20,6 +20,7 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.clients import dealt_sets
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment
@@ -54,6 +55,13 @@ class Flair(Experiment[Config]):
         super().__init__(run, file)
         data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
         self.task = LabelSetView(file, data.taxonomy, data.image_size, data.binary_label, cache)
+        drawn = run.config.mode == "federated" and data.partition not in ("user", "iid")
+        self._dealt = dealt_sets(file, data.partition, data.taxonomy) if drawn else None
+        if data.partition == "iid" and file.split("train").num_users == 1:
+            raise ValueError(
+                "data.partition iid deals the images among as many users as there are, and one user has all: "
+                "give iid-clients-10-seed-0 or the like"
+            )
 
     @classmethod
     def source(cls, config: Config) -> DataSource:
@@ -79,13 +87,16 @@ class Flair(Experiment[Config]):
         return MultiLabel()
 
     def partition(self) -> Partition | None:
-        """The images dealt at random, with ``data.partition: iid``."""
+        """The images dealt at random, with ``data.partition: iid``, or by another partition."""
+        if self._dealt is not None:
+            return Partition(self._dealt.user_ids, self._dealt.rows, self._dealt.offsets)
         iid = self.config.data.partition == "iid"
         return iid_partition(self.task.split("train"), self.config.seed) if iid else None
 
     def protected(self) -> ProtectedUnit:
-        """Real users, or the clients of the iid partition."""
-        return ProtectedUnit("iid" if self.config.data.partition == "iid" else None)
+        """Real users, or the clients of a partition."""
+        name = self.config.data.partition
+        return ProtectedUnit(None if name.startswith("user") else name)
 
     def check(self) -> None:
         """Refuse fine-tuning where no user has enough images for it."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -314,6 +315,8 @@ def main(argv: Sequence[str]) -> None:
     transcoding = Transcoding(arguments.jpeg_quality, arguments.background, arguments.upright)
     if arguments.classes is not None:
         input_file("--classes", arguments.classes)
+    if output.exists() and isinstance(arguments.source, Path) and output.samefile(arguments.source):
+        raise ValueError(f"--output_file {output} is the source: give it another name")
     found = FORMATS[arguments.format][0](arguments)
     if found.files and arguments.splits != "deal":
         say_splits(arguments.source, found.files)
@@ -363,12 +366,13 @@ def _say(output: Path, clients: bool) -> None:
     print("; ".join(f"{count:,} classes of {name}" for name, count in classes.items()), file=sys.stderr)
     target, scale, cohort = ("make flair-fl", "small", 20) if several else ("make vision-fl", "mini", 10)
     installed = "flair --config fl-r-17" if several else "visual_classification --config cifar10-fedavgm"
+    place = shlex.quote(str(output))
     if not clients:
-        drawn = "lda-1-clients-10-seed-0"
-        see = "" if several else f"; see it by python -m dataset.partitions {output} --partition {drawn}"
+        drawn = "iid-clients-10-seed-0" if several else "lda-1-clients-10-seed-0"
+        see = "" if several else f"; see it by python -m dataset.partitions {place} --partition {drawn}"
         print(
-            "the source names no clients, so that one user owns each split: train by "
-            f"--data.partition {'iid' if several else drawn}{see}",
+            "the source names no clients, so that one user owns each split: train by --data.partition "
+            f"{drawn} --federated.cohort_size 10{see}",
             file=sys.stderr,
         )
     if missing:
@@ -376,9 +380,9 @@ def _say(output: Path, clients: bool) -> None:
     if missing or not clients:
         return
     options = f"--scale {scale}" + (f" --federated.cohort_size {users}" if users < cohort else "")
-    command = f'{target} DATA={output} ARGS="{options}"'
+    command = f'{target} DATA={place} ARGS="{options}"'
     if not CHECKOUT:
-        command = f"fl-train {installed} --data_path {output} {options}"
+        command = f"fl-train {installed} --data_path {place} {options}"
     print(f"train on it: {command}", file=sys.stderr)
 
 

@@ -7,10 +7,14 @@ The words of an array's name, between underscores, say what it holds: ``train_im
 from __future__ import annotations
 
 import contextlib
+import lzma
 import math
+import struct
+import sys
+import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -18,17 +22,25 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 from numpy.lib import format as npy
 
 from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import NO_CLIENT, Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names
+from dataset.convert.text import MAX_CLASSES, SPLIT_NAMES, Names
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
 
 HELD = {"images": "images", "x": "images", "labels": "labels", "y": "labels", "clients": "clients"}
 """What an array holds, by a word of its name."""
+DAMAGE = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError, EOFError, NotImplementedError,
+    RuntimeError,
+)  # fmt: skip
+"""What zipfile raises for a damaged archive."""
+WRONG_HEADER = (ValueError, KeyError, IndexError, TypeError, SyntaxError, tokenize.TokenError)
+"""What numpy raises for a damaged header."""
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -54,6 +66,8 @@ class Array:
             for first in range(0, self.shape[0], batches.BATCH):
                 rows = min(batches.BATCH, self.shape[0] - first)
                 content = file.read(rows * one)
+                if len(content) < rows * one:
+                    raise ValueError(f"{self.where} is damaged: it ends before its last row")
                 if first + rows > start:
                     block = np.frombuffer(content, self.dtype).reshape(rows, *self.shape[1:])
                     yield block[max(0, start - first) :]
@@ -77,7 +91,7 @@ def _members(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as fault:
+    except DAMAGE as fault:
         raise ValueError(f"{path} is no whole .npz file ({fault})") from None
 
 
@@ -85,8 +99,11 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]
     """Shape and type of an array whose file is then at its first number."""
     try:
         shape, by_columns, dtype = HEADERS[npy.read_magic(file)](file)
-    except (ValueError, KeyError) as fault:
-        raise ValueError(f"{where} is no array of numpy ({str(fault).splitlines()[0][:100]})") from None
+    except WRONG_HEADER as fault:
+        why = " ".join(str(fault).split())[:100]
+        raise ValueError(f"{where} is no array of numpy ({why})") from None
+    if dtype.hasobject or not dtype.itemsize:
+        raise ValueError(f"{where} holds {dtype}, and no numbers or text: nothing is unpickled here")
     if by_columns and len(shape) > 1:
         raise ValueError(f"{where} is in Fortran's order: save numpy.ascontiguousarray of it")
     return shape, dtype
@@ -99,12 +116,14 @@ def splits_of(path: Path) -> list[Split]:
         ValueError: where there are none, or images without labels, or arrays of several lengths.
     """
     found: dict[str | None, Split] = {}
+    unread = []
     with _members(path) as archive:
         for member in archive.namelist():
             words = member.removesuffix(".npy").lower().split("_")
             held = [HELD[word] for word in words if word in HELD]
             of = [SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES]
             if len(held) != 1 or len(of) > 1 or not member.endswith(".npy"):
+                unread.append(repr(member)[1:-1])
                 continue
             with archive.open(member) as file:
                 array = Array(path, member.removesuffix(".npy"), *_header(file, f"{path}, {member}"))
@@ -119,16 +138,21 @@ def splits_of(path: Path) -> list[Split]:
                     f"{array.where} is a second array of {held[0]}, after {split.arrays[held[0]].name}"
                 )
             split.arrays[held[0]] = array
+    if unread:
+        print(f"{path}: these arrays are not read: {', '.join(unread)}"[:400], file=sys.stderr)
     splits = [split for split in found.values() if "images" in split.arrays]
     if not splits:
         raise ValueError(
             f"{path} has no array of images: it needs such names as train_images and train_labels, or "
             "x_train and y_train"
         )
-    if len(splits) > 1 and None in found:
-        raise ValueError(
-            f"{splits[0].arrays['images'].where}: some arrays name their split, and this one does not"
-        )
+    if None in found and len(found) > 1:
+        first = next(iter(found[None].arrays.values()))
+        raise ValueError(f"{first.where}: some arrays name their split, and this one does not")
+    for split in found.values():
+        if "images" not in split.arrays:
+            alone = next(iter(split.arrays.values()))
+            raise ValueError(f"{alone.where} has no array of images beside it")
     for split in splits:
         _check(split, splits[0])
     return splits
@@ -147,6 +171,8 @@ def _check(split: Split, first: Split) -> None:
             f"{labels.where} holds {labels.dtype} of shape {labels.shape}: class numbers are whole numbers, "
             "one for each image, and several labels of an image are columns of 0 and 1"
         )
+    if split.columns >= MAX_CLASSES:
+        raise ValueError(f"{labels.where} has {split.columns:,} columns; give at most {MAX_CLASSES - 1:,}")
     if split.columns != first.columns:
         raise ValueError(
             f"{labels.where} has {split.columns} columns, and {first.arrays['labels'].name} others"
@@ -198,6 +224,11 @@ def read(path: Path, given: list[str] | None) -> Found:
         parts.append(_part(split, _rows(split, {"labels": kind}, names), scale, shape))
     if size:
         scale.check(path)
+    if kind == "label set" and _one_each(parts):
+        raise ValueError(
+            f"{splits[0].arrays['labels'].where}: each image has exactly one label, as a column of 0 and 1: "
+            "save numpy.argmax of them along axis 1, which are class numbers"
+        )
     return Found(
         parts, {"labels": kind}, names, size, common_side(shapes), clients="clients" in splits[0].arrays
     )
@@ -217,10 +248,20 @@ def _rows(split: Split, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -
     return rows
 
 
+def _one_each(parts: Sequence[Part]) -> bool:
+    """Whether every image has a single label."""
+    columns = [part.table["labels"] for part in parts]
+    return all(pc.all(pc.equal(pc.list_value_length(column), 1)).as_py() is not False for column in columns)
+
+
 def _each(array: Array) -> Iterator[Any]:
     """The rows of an array, as Python's numbers, text or lists."""
     for block in array.blocks():
-        yield from block.tolist()
+        try:
+            rows = block.tolist()
+        except SystemError as fault:  # a letter that Unicode does not have
+            raise ValueError(f"{array.where} is damaged ({fault})") from None
+        yield from rows
 
 
 def _part(split: Split, rows: Rows, scale: Scale, shape: tuple[int, int, int]) -> Part:

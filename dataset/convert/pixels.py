@@ -61,7 +61,7 @@ class Scale:
 
     def __init__(self) -> None:
         self.unit = False
-        self._above_one = ""
+        self._above_one = self._shares = ""
 
     def note(self, array: npt.NDArray[Any], where: str) -> None:
         """Take note of an image, or of several.
@@ -77,13 +77,14 @@ class Scale:
                 f"{where} has the number {bad:g}, which is out of range: whole numbers are levels from 0 to "
                 "255, others shares from 0 to 1"
             )
-        self.unit |= unit
+        if unit and not self.unit:
+            self.unit, self._shares = True, where
         if not unit and high > 1 and not self._above_one:
             self._above_one = where
         if self.unit and self._above_one:
             raise ValueError(
-                f"{self._above_one} has whole numbers above 1, and {where} or an image before it shares "
-                "from 0 to 1: give all images in one form"
+                f"{self._above_one} has whole numbers above 1, and {self._shares} shares from 0 to 1: give "
+                "all images in one form"
             )
 
     def check(self, source: Path) -> None:

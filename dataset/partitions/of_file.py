@@ -31,11 +31,14 @@ def default_taxonomy(file: DataFile) -> str:
     return "labels" if "labels" in file.annotation_names else next(iter(file.annotation_names), "labels")
 
 
-def drawn_of(file: DataFile, recipe: Recipe, taxonomy: str = "labels") -> PartitionIndex:
+def drawn_of(
+    file: DataFile, recipe: Recipe, taxonomy: str = "labels", several: bool = False
+) -> PartitionIndex:
     """The partition of the training images that have one class in ``taxonomy``, as rows of the file.
 
     The class of an image with a mask or boxes is the lowest that it contains, as in FedML for masks
-    (background is no class). An image without any class is dealt only by kinds that do not use classes.
+    (background is no class). An image without any class is dealt only by kinds that do not use classes; so is
+    every image where images have ``several`` labels, or none.
 
     Raises:
         ValueError: when it cannot be drawn from these images.
@@ -43,7 +46,7 @@ def drawn_of(file: DataFile, recipe: Recipe, taxonomy: str = "labels") -> Partit
     view = SingleLabelView(file, taxonomy=taxonomy, lowest=True)
     index, annotation = file.split(PARTITIONED), file.split(PARTITIONED).annotations[taxonomy]
     present = file.present(PARTITIONED, taxonomy)
-    if isinstance(annotation, LabelMatrix) or not deals_any(recipe.kind):
+    if (isinstance(annotation, LabelMatrix) and not several) or not deals_any(recipe.kind):
         rows = np.sort(view.split(PARTITIONED).file_rows)  # a partition ignores the file's own users
         classes = present.lowest().take(rows).indices.astype(np.int64)
     else:

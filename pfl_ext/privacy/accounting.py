@@ -7,6 +7,7 @@ those of `pfl_ext.privacy.epsilon`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -231,7 +232,9 @@ class PrivacyConfig:
                 by_rdp, start * math.sqrt(quiet.population / quiet.cohort_size), rounds, orders=orders
             )
         if self.sampler == "fixed":
-            start = search(quiet, (2 if self.accountant == "pld" else 3) * start, coarse=True)
+            start *= 2 if self.accountant == "pld" else 3
+            with contextlib.suppress(ValueError):  # the few orders of a coarse search reach no small epsilon
+                start = search(quiet, start, coarse=True)
         return search(quiet, start)
 
 

@@ -221,6 +221,7 @@ def test_the_seed_changes_the_run(train: Train) -> None:
         ["--federated.algorithm=fedprox", "--federated.mu=0.1"],
         ["--federated.algorithm=scaffold", "--data.partition=iid"],
         ["--data.partition=iid"],
+        ["--data.partition=quantity-linear-clients-9-seed-0"],
         ["--server.optimizer=sgd", "--server.momentum=0.9", "--server.learning_rate=1"],
         ["--server.optimizer=yogi", "--server.learning_rate=0.01"],
         ["--runtime.precision=bf16"],

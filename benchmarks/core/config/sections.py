@@ -92,7 +92,8 @@ class ChoosingSection:
         for key in self.options or {}:
             if key not in known:
                 keys, own = ", ".join(known) or f"none under {where}", where.replace("options", key)
-                what = f"set {own}" if key in {item.name for item in fields(self)} else "remove it"
+                read = key in {item.name for item in fields(self)} and own not in self.chosen.idle.split()
+                what = f"set {own}" if read else "remove it"
                 raise ValueError(f"{where}.{key} is no option of {self.name}, which has {keys}: {what}")
         options: Any = build(kind, self.options or {}, self.name, f"{where}.")
         object.__setattr__(self, "options", asdict(options) if known else None)

@@ -21,12 +21,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from dataset.files import file_digest, locked
 
 SOURCES = Path(__file__).parent
+WAIT_SECONDS = 600.0
+"""Longest wait for another process that compiles; it may have been suspended."""
 THREADED = "-fopenmp"  # a compiler that does not know this flag builds for one thread
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 
@@ -69,12 +72,29 @@ def compiled() -> Path:
         name = f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
         if (path := _found(folder, name)) is None:
             folder.mkdir(parents=True, exist_ok=True)
-            busy = "another process compiles layers for this processor: waiting for it"
-            with locked(folder / f".{name}.lock", busy, wait=True):
-                path = _found(folder, name) or _built(program, folder, name)
+            path = _one_builds(program, folder, name)
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"{program} could not be used ({error})") from error
     return path
+
+
+def _one_builds(program: str, folder: Path, name: str) -> Path:
+    """Compile the library, or wait for the process that does; where it fails, those that waited fail, too."""
+    busy = "another process compiles layers for this processor: waiting for it"
+    failure, began = folder / f".{name}.failed", time.time()
+    try:
+        with locked(folder / f".{name}.lock", busy, wait=WAIT_SECONDS):
+            if (path := _found(folder, name)) is not None:
+                return path
+            if failure.exists() and failure.stat().st_mtime > began:
+                raise Unavailable(failure.read_text())
+            try:
+                return _built(program, folder, name)
+            except (Unavailable, OSError, subprocess.SubprocessError) as error:
+                failure.write_text(f"{program} failed in another process ({error})")
+                raise
+    except TimeoutError:  # a process that was suspended
+        return _found(folder, name) or _built(program, folder, name)
 
 
 def _found(folder: Path, name: str) -> Path | None:

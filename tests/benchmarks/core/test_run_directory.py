@@ -49,3 +49,6 @@ def test_a_folder_names_another_algorithm_than_its_settings(
     assert place(*scaffold) == made.name
     assert place(*scaffold, "--local.learning_rate=0.07") == "fl-r-17-scaffold-tiny-seed3"
     assert re.fullmatch("fl-r-17-tiny-seed3-[0-9a-f]+", place("--seed=3"))
+    (made / "config.yaml").write_text("no: [yaml")
+    assert place(*scaffold) == "fl-r-17-scaffold-tiny-seed3", "FedAvg's folder is damaged, and not its own"
+    assert place("--seed=3") == made.name, "where it is refused"

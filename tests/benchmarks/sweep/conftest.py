@@ -92,7 +92,7 @@ def doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lo
         together: int = 1,
         **changes: Any,
     ) -> LocalSweep:
-        ends = {"fails": fails, "dies": dies, "diverges": diverges}
+        ends: dict[str, Any] = {"fails": fails, "dies": dies, "diverges": diverges}
         trial = functools.partial(double, pause=pause, together=together, **ends)
         monkeypatch.setattr(flair_train, "main", trial)
         known = {item.name for item in dataclasses.fields(Options)}

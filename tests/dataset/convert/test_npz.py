@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataset.cli import run
 from dataset.convert import npz
+from dataset.convert.__main__ import main
 from dataset.fetch import source
 from dataset.store.hdf5 import DataFile
 from tests.dataset.convert.made_sources import arrays_of, convert, label_of, pixels_of, shown, write_npz
@@ -121,7 +124,34 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (arrays(train_images=np.full((12, 4, 4), 256)), "the number 256, which is out of range"),
     (arrays(train_images=np.zeros((12, 4, 4), np.uint8)), "no number but 0 and 1"),
     (arrays(train_images=np.asfortranarray(arrays_of(range(1, 13))["images"])), "is in Fortran's order"),
-    (arrays(train_labels=np.array([None] * 12)), "own.npz, train_labels"),
+    (arrays(train_labels=np.array([None] * 12)), "own.npz, train_labels.npy holds object, and no numbers"),
+    (arrays(train_clients=np.array([""] * 12)), "own.npz, train_labels, row 0 has an empty client"),
+    (arrays(train_clients=np.frombuffer(b"\xff" * 48, "<U1")), "own.npz, train_clients is damaged ("),
+    (
+        arrays(train_labels=np.eye(3, dtype=int)[[0, 1, 2] * 4]),
+        "each image has exactly one label, as a column",
+    ),
+    (arrays(train_labels=np.zeros((12, 1 << 16), np.uint8)), "has 65,536 columns; give at most 65,535"),
+    (
+        arrays(val_labels=np.zeros(3, int)),
+        "own.npz, val_labels has no array of",
+    ),
+    (arrays(test_clients=np.zeros(3, int)), "own.npz, test_clients has no array of images beside it"),
+    (arrays(clients=np.zeros(12, int)), "own.npz, clients: some arrays name their split, and this one does"),
+    (arrays(x=np.ones((3, 4, 4)), y=np.zeros(3, int)), "own.npz, x: some arrays name their split"),
+    (
+        arrays(
+            val_images=np.full((3, 4, 4), 9), val_labels=np.zeros(3, int), train_images=np.ones((12, 4, 4))
+        ),
+        "own.npz, val_images has whole numbers above 1, and own.npz, train_images shares from 0 to 1",
+    ),
+    (member(header_of("(12,")), "own.npz, train_labels.npy is no array of numpy"),
+    (member(header_of("(12,)", "', '")), "own.npz, train_labels.npy is no array of numpy"),
+    (member(b"\x93NUMPY\x01\x00\x08\x00  x\n y\n"), "own.npz, train_labels.npy is no array of numpy"),
+    (
+        member(b"\x93NUMPY\x01\x00\x0c\x00{1: 2, 'a':3}"[:22]),
+        "own.npz, train_labels.npy is no array of numpy",
+    ),
     (member(b"no array"), "own.npz, train_labels.npy is no array of numpy"),
     (member(header_of("(12,)")), "own.npz, train_labels is damaged: 0 bytes are no array of shape (12,)"),
     (member(header_of("(1 << 60,)")), "own.npz, train_labels.npy is no array of numpy"),
@@ -146,6 +176,47 @@ def test_a_file_that_is_wrong_is_named(
 ) -> None:
     change()
     refused("npz --source=own.npz --output_file=out.hdf5 --workers=1", said, capsys)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, zipfile.ZIP_STORED])
+def test_a_damaged_member_is_refused_however_it_is_compressed(
+    compression: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_npz(Path("sound.npz"), train=range(1, 13))
+    with zipfile.ZipFile("sound.npz") as sound, zipfile.ZipFile("own.npz", "w", compression) as own:
+        for name in sound.namelist():
+            own.writestr(name, sound.read(name))
+    content = bytearray(Path("own.npz").read_bytes())
+    at = content.index(b"train_images.npy") + 40
+    content[at : at + 200] = bytes(200)
+    Path("own.npz").write_bytes(content)
+    refused("npz --source=own.npz --output_file=out.hdf5 --workers=1", "own.npz", capsys)
+
+
+def test_a_header_with_any_byte_changed_is_read_or_refused() -> None:
+    """The member is long, so that its checksum comes long after its header. Some ended in a traceback."""
+    np.savez("long.npz", train_images=np.ones((200, 28, 28), np.uint8), train_labels=np.arange(200))
+    content, draws = Path("long.npz").read_bytes(), np.random.default_rng(0)
+    start = content.index(b"NUMPY")
+    for place in range(start, start + 100):
+        damaged = bytearray(content)
+        damaged[place] = int(draws.integers(256)) if place % 2 else damaged[place] ^ 1 << place // 2 % 8
+        Path("own.npz").write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            npz.splits_of(Path("own.npz"))
+
+
+def test_arrays_that_are_not_read_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    arrays(train_mean=np.zeros(3), x_y_train=np.zeros(3))()
+    npz.splits_of(Path("own.npz"))
+    assert capsys.readouterr().err == "own.npz: these arrays are not read: train_mean.npy, x_y_train.npy\n"
+
+
+def test_the_source_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    content = write_npz(Path("own.npz"), train=range(1, 13)).read_bytes()
+    assert run(main, ["npz", "--source=own.npz", "--output_file=own.npz", "--overwrite"]) == 2
+    assert "--output_file own.npz is the source: give it another name" in capsys.readouterr().err
+    assert Path("own.npz").read_bytes() == content
 
 
 def test_names_of_classes_that_are_too_few_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

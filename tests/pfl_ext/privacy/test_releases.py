@@ -76,3 +76,11 @@ def test_releases_are_refused_where_nobody_has_argued_for_them(key: str, value: 
     given: dict[str, Any] = {"epsilon": 2.0, "moments_multiplier": 8.0, key: value}
     with pytest.raises(ValueError, match=rf"privacy\.{key} is {value}, and .*: set {key} to {needed}"):
         PrivacyConfig(**given)
+
+
+def test_a_small_epsilon_over_many_rounds_is_not_refused() -> None:
+    """The search for a start, on few orders, found none, and that was the run's error."""
+    config = PrivacyConfig(epsilon=0.05, delta=1e-5, sampler="fixed", accountant="rdp")
+    calibration = config.calibrate(10_000, 100, 100_000)
+    assert calibration.simulated.noise_multiplier == pytest.approx(820.741)
+    assert 0.0499 < calibration.epsilon <= 0.05

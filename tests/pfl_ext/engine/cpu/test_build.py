@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dataset.files import locked
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu import build, check
 from pfl_ext.engine.cpu import kernels as cpu_kernels
@@ -181,3 +182,47 @@ def test_of_two_processes_at_once_one_compiles_and_the_other_waits(
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("compiling layers")
     assert all("waiting for it" in line for line in said[1:])
+
+
+def failing(folder: Path) -> Path:
+    """A compiler that notes each call and fails after a while."""
+    compiler, begun = folder / "compiler", folder / "begun"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho >> {begun}\nsleep 0.3\n'
+        "echo 'x: error: no such vector' >&2; exit 1\n"
+    )
+    compiler.chmod(0o755)
+    return compiler
+
+
+@compiled
+def test_those_that_waited_for_a_compiler_that_failed_do_not_try_it_in_turn(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(failing(empty_cache)))
+
+    def reason(_: int) -> str:
+        with pytest.raises(build.Unavailable) as found:
+            build.compiled()
+        return str(found.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        reasons = list(pool.map(reason, range(3)))
+    assert all("no such vector" in text for text in reasons)
+    assert (empty_cache / "begun").read_text() == "\n" * 2, "with threads, and without, by one of the three"
+    assert "no such vector" in reason(0)
+    assert (empty_cache / "begun").read_text() == "\n" * 4, "a later process tries again"
+
+
+@compiled
+def test_a_process_that_holds_the_lock_for_ever_is_not_waited_for(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(failing(empty_cache)))
+    monkeypatch.setattr(build, "WAIT_SECONDS", 0.05)
+    with pytest.raises(build.Unavailable):
+        build.compiled()
+    (lock,) = build.cache_folder().glob(".*.lock")
+    with locked(lock, ""), pytest.raises(build.Unavailable, match="no such vector"):
+        build.compiled()
+    assert (empty_cache / "begun").read_text() == "\n" * 4
