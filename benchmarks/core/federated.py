@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-import sys
 import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
