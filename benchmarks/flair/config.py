@@ -31,8 +31,7 @@ class DataConfig(ImageConfig):
     binary_label: str | None = None
     """Name of the one label, of either taxonomy, to learn as a binary task; none: all labels."""
     partition: str = "user"
-    """Owners of the images: user: real ones; iid: as many of the mean size, who get them at random; or the
-    clients of a partition, the file's or a drawn one, such as iid-clients-10-seed-0."""
+    """Owners of the images: user (real ones), iid (as many, of the mean size), or iid-clients-10-seed-0, ..."""
 
 
 @dataclass(frozen=True, config=STRICT)
