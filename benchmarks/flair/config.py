@@ -31,7 +31,7 @@ class DataConfig(ImageConfig):
     binary_label: str | None = None
     """Name of the one label, of either taxonomy, to learn as a binary task; none: all labels."""
     partition: str = "user"
-    """Owners of the images: user, real ones; iid, as many of the mean size; iid-clients-10-seed-0 and others."""
+    """Owners of the images: user, real ones; iid, as many of the mean size; iid-clients-10-seed-0 or such."""
 
 
 @dataclass(frozen=True, config=STRICT)
