@@ -41,7 +41,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
         return path.name, MAX_USERS_BYTES
     if len(path.parts) == 1 and path.name in NAMES:
         return path.name, MAX_NAMES_BYTES
-    is_label = path.suffix == ".txt" and len(path.parts) > 1
+    is_label = path.suffix == ".txt" and len(path.parts) > 1 and path.name not in NAMES
     return (path.as_posix(), MAX_LABELS_BYTES) if is_label else None
 
 

@@ -51,7 +51,7 @@ def words_of(box: list[int], outlines: bool) -> str:
 def yolo_files(layout: str = "by kind", outlines: bool = False) -> Files:
     """Images without objects have no text file, or an empty one."""
     image, label, val = LAYOUTS[layout]
-    files = {"data.yaml": DATA}
+    files = {"data.yaml": DATA, "labels/classes.txt": b"as LabelImg has it"}
     for one in (*TRAIN, *VAL):
         where = {"split": val if one.split == "val" else one.split, "name": one.image_id}
         files[image.format(**where)] = jpeg(one.number)
