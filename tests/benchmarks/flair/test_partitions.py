@@ -79,8 +79,8 @@ def test_its_clients_are_those_that_train(config: str, chest: Path, tmp_path: Pa
             "of a kind that deals images whatever their labels: iid, ",
         ),
         (
-            ["--data.partition=uesr"],
-            "data.partition is 'uesr': give user, iid, or such a name as iid-clients-10",
+            ["--data.partition=nobody"],
+            "data.partition is 'nobody': give user, iid, or such a name as iid-clients-10",
         ),
         (["--data.partition=iid-clients-90-seed-0"], "90"),
     ],
