@@ -20,6 +20,8 @@ from tests.dataset.convert.made_sources import (
     write_tff,
 )
 from tests.dataset.convert.test_formats import write_hf
+from tests.dataset.fetch.made_layouts import write_files
+from tests.dataset.fetch.test_yolo import yolo_files
 from tests.launching import environment, warmly
 
 ROOT = Path(__file__).parents[3]
@@ -65,6 +67,7 @@ def write_all(folder: Path) -> None:
         for k, user in enumerate(USERS)
     }
     write_leaf(folder / "celeba" / "data" / "all_data.json", celebrities)
+    write_files(folder / "yolo", yolo_files())
     write_npz(folder / "medmnist.npz", train=range(1, 31), val=range(31, 36), test=range(36, 41))
     table = [
         {"client_id": n % 9, "sample_path": f"{n}.png", "label_name": label_of(n), "label_id": n % 3}
