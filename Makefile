@@ -23,7 +23,7 @@ $(call reads,flair-c vision-c,ALGORITHM ARGS CONFIG DATA NP SEED)
 $(call reads,fedcv-c,ALGORITHM ARGS CONFIG DATA NP SEED TASK)
 $(call reads,flair-data,ARGS DATA)
 $(call reads,vision-data,ARGS DATASET)
-$(call reads,fedcv-data,ALGORITHM ARGS DATASET TASK)
+$(call reads,fedcv-data,ALGORITHM ARGS CONFIG DATASET TASK)
 $(call reads,flair-table1,ARGS DATA SCALE SEEDS SETTINGS WEIGHTS)
 $(call reads,flair-figures,DATA OUT RUNS)
 $(call reads,flair-sweep vision-sweep,ARGS DATA LOCAL NP SWEEP)
@@ -37,10 +37,13 @@ ifneq ($(UNKNOWN),)
   $(error there is no variable $(UNKNOWN): choose any of $(VARIABLES))
 endif
 ifneq ($(IDLE),)
-  $(error make $(MAKECMDGOALS) does not read $(IDLE): it reads $(or $(READ),no variable))
+  $(error make $(or $(MAKECMDGOALS),help) does not read $(IDLE): it reads $(or $(READ),no variable))
 endif
-ifneq ($(word 2,$(ALGORITHM))$(findstring %,$(ALGORITHM))$(findstring ',$(ALGORITHM)),)
+ifneq ($(if $(filter ALGORITHM,$(READ)),$(word 2,$(ALGORITHM))$(findstring %,$(ALGORITHM))$(findstring ',$(ALGORITHM))),)
   $(error ALGORITHM is $(ALGORITHM): give the name of one algorithm)
+endif
+ifneq ($(and $(filter SEED,$(GIVEN)),$(findstring --seed,$(ARGS))),)
+  $(error SEED and --seed are both given: leave one out)
 endif
 endif
 
@@ -66,7 +69,8 @@ FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 # ALGORITHM=scaffold and the like take the place of the config's own.
 INSTEAD = $(if $(ALGORITHM),--federated.algorithm '$(ALGORITHM)')
 SEED   ?= 0
-SEEDED  = $(if $(filter file,$(origin SEED)),,--seed '$(SEED)')
+SEEDED  = $(if $(filter SEED,$(GIVEN)),--seed '$(SEED)')
+ON      = $(filter-out 0,$(LOCAL))
 
 .PHONY: help setup lock test lint docs notebooks horovod weights doctor compare published published-verify
 .PHONY: bench bench-growth bench-peers opacus-peer
@@ -96,6 +100,9 @@ workers-given: np-given
 	@$(call whole-number,NNODES)
 	@case '$(LAUNCHER)' in torchrun|horovod) ;; \
 	  *) echo "error: LAUNCHER is '$(LAUNCHER)': choose torchrun or horovod" >&2; exit 2;; esac
+	@case '$(NNODES)/$(RDZV)' in 1/*|*/?*) ;; *) echo "error: NNODES is '$(NNODES)': give RDZV=FIRST-MACHINE:PORT with it" >&2; exit 2;; esac
+	@case '$(LAUNCHER)/$(HOSTS)/$(RDZV)' in horovod/*/|torchrun//*) ;; \
+	  *) echo "error: HOSTS is for LAUNCHER=horovod and RDZV for torchrun: leave one out" >&2; exit 2;; esac
 
 ##@ Set up
 setup: $(READY) ## install everything into .venv (some minutes, 6 GB: torch with CUDA)
@@ -199,7 +206,7 @@ flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and f
 	  --output_dir $(or $(OUT),figures)
 
 flair-sweep: np-given $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
-	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
+	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(ON),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
 
 # Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks | cifar10_pfl, into data/$(DATASET).hdf5.
 DATASET ?= cifar10
@@ -228,7 +235,7 @@ vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="ru
 vision-sweep: np-given $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
 	  --program $(VISION).train \
-	  $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
+	  $(if $(ON),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
 
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
@@ -243,14 +250,14 @@ fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..
 
 FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))
 # That of CONFIG, where one has a config of this name.
-TASK       ?= $(or $(firstword $(foreach task,$(if $(CONFIG),$(FEDCV_TASKS)),$(if $(wildcard \
-  benchmarks/fedcv/$(task)/configs/$(CONFIG).yaml),$(task)))),$(if $(ALGORITHM),classification,segmentation))
+TASK       ?= $(if $(CONFIG),$(firstword $(foreach task,$(FEDCV_TASKS),$(if $(wildcard \
+  benchmarks/fedcv/$(task)/configs/$(basename $(notdir $(CONFIG))).yaml),$(task)))),$(if $(ALGORITHM),classification,segmentation))
 CENTRAL_segmentation   = camvid-c
 CENTRAL_detection      = street-c
 CENTRAL_classification = cifar100-efficientnet-c
 fedcv-task-given:
 	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \
-	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)" >&2; exit 2;; esac
+	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)$(if $(TASK),, (none has a config $(CONFIG)))" >&2; exit 2;; esac
 
 # Where an algorithm has a config of its own and no other is given, that is taken. Names of other configs have a dash.
 OWN = $(if $(CONFIG)$(findstring -,$(ALGORITHM)),,$(filter $(ALGORITHM),$(basename $(notdir $(wildcard benchmarks/fedcv/$(TASK)/configs/*.yaml)))))

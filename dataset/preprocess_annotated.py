@@ -133,6 +133,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         getattr(arguments, "bad_boxes", None) == "cut",
         getattr(arguments, "first_pixel", 1),
         users.partitions if users else {},
+        arguments.upright,
     )
     annotated = spec.layout.read(files, arguments.source, reading)
     owners, others, said = _owners(annotated, users, arguments.users)

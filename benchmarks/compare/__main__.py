@@ -138,8 +138,6 @@ def main(argv: Sequence[str]) -> None:
     if crossing is not None:
         written.append(folder / "crossed.tex")
         write_bytes(written[-1], latex_crossed(comparison, crossing, command).encode())
-    else:
-        (folder / "crossed.tex").unlink(missing_ok=True)  # of another comparison
     if found:
         labels = [group.label for group in comparison.groups]
         charts.png(found, labels, folder / "compare.png")

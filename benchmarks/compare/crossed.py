@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.compare.groups import Comparison, Group, telling_keys, values_in_words
+from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.core.config.trees import Tree, as_word
 
 
@@ -36,8 +37,16 @@ class Crossed:
     def in_words(self) -> str:
         """What the numbers are."""
         seeds = f"{self._most} seed{'' if self._most == 1 else 's'}"
-        said = f"Mean ± standard deviation over {seeds}, where no other n is named."
-        return said + (f" Along a row {', '.join(self.besides)} differ, too." if self.besides else "")
+        said = [f"Mean ± standard deviation over {seeds}, where no other n is named."]
+        if not self._most:
+            said = ["No run has ended."]
+        if self.besides:
+            said.append(f"Along a row {', '.join(self.besides)} differ, too.")
+        for (row, column), group in self.cells.items():
+            if (found := privacy_of(group)) is not None:
+                where = f"{self.rows[row]}, {self.columns[column]}"
+                said.append(f"{where}: epsilon {in_short(group)}, delta {found[2]}.")
+        return " ".join(said)
 
     def column(self, place: int) -> list[Group | None]:
         """The groups of a column, from the first row to the last."""
@@ -60,13 +69,16 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
     if len({group.headline for group in comparison.groups}) > 1:
         raise ValueError("--columns needs runs that are judged by the same scores; leave the others out")
     differing = comparison.differences()
+    every = {name for group in comparison.groups for name in group.keys}
     for name in (key, *row_keys):
+        if inner := sorted(other for other in every if other.startswith(f"{name}.")):
+            raise ValueError(f"{name} is a section: name one of its keys, such as {inner[0]}")
         if not any(name in group.keys for group in comparison.groups):
             known = ", ".join(differing) or "none"
             raise ValueError(f"no run has a key {name} that has an effect; those that differ: {known}")
     if key in (*row_keys, "setting"):
         raise ValueError(f"{key} cannot make rows and columns at once; leave it to the rows")
-    names = [_name(group) for group in comparison.groups]
+    names = [_name(group, key) for group in comparison.groups]
     trees = [_of_row(group, key, row_keys) for group in comparison.groups]
     columns = sorted({_value(group, key) for group in comparison.groups}, key=_by_number)
     rows: list[tuple[str, Tree]] = []
@@ -78,16 +90,22 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
         if place in cells:
             raise ValueError(_two_in_one(cells[place], group, key))
         cells[place] = group
-    inside = [
-        {name for name in differing if len({str(each.keys.get(name)) for each in of_row}) > 1}
-        for of_row in ([cells[at] for at in cells if at[0] == row] for row in range(len(rows)))
+    inside = [[cells[at] for at in cells if at[0] == row] for row in range(len(rows))]
+    besides = [
+        name
+        for name in differing
+        if name != key and any(len({str(each.keys.get(name)) for each in of_row}) > 1 for of_row in inside)
     ]
-    besides = tuple(name for name in differing if name != key and any(name in one for one in inside))
-    return Crossed(key, tuple(columns), tuple(_labels(rows)), cells, besides)
+    if any(len({run.data_key for each in of_row for run in each.finished}) > 1 for of_row in inside):
+        besides.append("the data")
+    return Crossed(key, tuple(columns), tuple(_labels(rows)), cells, tuple(besides))
 
 
-def _name(group: Group) -> str:
-    return group.trained.benchmark.name_of(group.runs[0].config) or "no setting"
+def _name(group: Group, key: str) -> str:
+    """The setting, with its algorithm where that is another, unless algorithms are the columns."""
+    config = group.runs[0].config
+    own = config.setting if key == "federated.algorithm" else group.trained.benchmark.name_of(config)
+    return own or "no setting"
 
 
 def _of_row(group: Group, key: str, row_keys: Sequence[str]) -> Tree:

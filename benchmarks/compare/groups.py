@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.compare.measures import Measure
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.effects import reason_for
-from benchmarks.core.config.trees import Tree
+from benchmarks.core.config.trees import Tree, as_word
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord
 
@@ -137,7 +137,7 @@ def values_in_words(tree: Tree, keys: Sequence[str]) -> list[str]:
     """Each key's last word and its value; the whole key where two have the same last word."""
     short = [key.rpartition(".")[2] for key in keys]
     words = [key if short.count(one) > 1 else one for key, one in zip(keys, short)]
-    return [f"{word} {tree.get(key)}" for word, key in zip(words, keys)]
+    return [f"{word} {as_word(tree.get(key))}" for word, key in zip(words, keys)]
 
 
 def telling_keys(tree: Tree, rivals: Sequence[Tree]) -> list[str]:

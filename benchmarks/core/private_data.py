@@ -41,6 +41,13 @@ def check_private_data(experiment: Experiment[Any]) -> None:
         )
     if experiment.protected().partition is not None:
         return  # its clients are protected, who have images of train alone
+    unknown = trained - set(experiment.file.split("train").user_ids)
+    if unknown:
+        raise ValueError(
+            f"privacy protects a user with all of its images, and data.partition does not say which of val "
+            f"and test belong to its {len(unknown):,} users, {min(unknown)} among them: make the file with "
+            "these users, or give the partition a name that does not begin with user, so that it has clients"
+        )
     for name in ("val", *experiment.final_splits):
         both = [user for user in experiment.split(name).user_ids if owner(user, trained) in trained]
         if both:

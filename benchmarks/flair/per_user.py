@@ -54,7 +54,8 @@ def evaluate(directory: Path, run: Run) -> Tree:
         raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
     config = run.config
     with pfl_device(run.runtime.device), DataFile(run.data_path or record.outcome["dataset"]) as file:
-        task = Flair(run, file).task
+        flair = Flair(run, file)
+        task = flair.task
         names = list(record.outcome["per_class_ap"])
         if list(task.label_names) != names:
             raise ValueError(
@@ -70,8 +71,8 @@ def evaluate(directory: Path, run: Run) -> Tree:
             module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)
         )
         scored = CentralEvaluation(task.split(SPLIT), threads=run.runtime.reader_threads)(model)[SCORES]
-        summary: Tree = write_users(directory, config, module, task, scored)["per_user"]
-        return summary
+        summary: Tree = write_users(directory, config, module, task, scored, flair.trained_users())
+        return dict(summary["per_user"])
 
 
 def quantile_table(summary: Tree) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,24 @@ SPLIT = "test"
 
 
 def class_scores(
-    config: Config, task: LabelSetView, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]
+    config: Config,
+    task: LabelSetView,
+    directory: Path,
+    model: PyTorchModel,
+    metrics: Mapping[str, Metrics],
+    trained: Collection[str],
 ) -> Tree:
-    """The best model's AP and prevalence of each class, few-shot classes apart; users if asked for."""
+    """The best model's AP and prevalence of each class, few-shot classes apart; users if asked for.
+
+    ``trained``: the users who trained.
+    """
     scores = metrics["test"][SCORES]
     ap = 100 * average_precision(scores.scores(), scores.targets())
     positives = {name: int(n) for name, n in zip(task.label_names, scores.targets().sum(0))}
     per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
     users: Tree = {}
     if config.evaluation.per_user or config.personal.num_epochs:
-        users = write_users(directory, config, model.pytorch_model, task, scores, model.amp_context)
+        users = write_users(directory, config, model.pytorch_model, task, scores, trained, model.amp_context)
     counts = task.split("train").label_counts()
     return {
         "per_class_ap": per_class,
@@ -120,6 +128,7 @@ def write_users(
     module: ImageClassifier,
     task: LabelSetView,
     scored: MultiLabelScores,
+    trained: Collection[str],
     amp: AbstractContextManager[Any] | None = None,
 ) -> Tree:
     """Write ``per_user.json`` and ``plots/per_user.png`` of a model; the summaries for ``results.json``.
@@ -155,9 +164,7 @@ def write_users(
         picture = directory / "plots" / "per_user.png"
         plots.per_user_violins(violins, f"{shown('O-AP')} of one user (%)", title, picture)
     columns = {name: values[name] for name in PER_USER}
-    groups = spreads_by_group(
-        store.user_ids, set(task.split("train").user_ids), np.diff(store.user_offsets), columns
-    )
+    groups = spreads_by_group(store.user_ids, set(trained), np.diff(store.user_offsets), columns)
     return {"per_user": summary, "clients": groups}
 
 

@@ -37,6 +37,8 @@ from pfl_ext.data.federated_dataset import Partition, iid_partition
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
+OWN_PARTITIONS = ("user", "iid")
+"""What ``data.partition`` means without any partition of the file."""
 SOURCE = DataSource(
     path=Path("data/flair.hdf5"),
     maker="python -m dataset.flair.download_preprocess --output_file FILE",
@@ -55,13 +57,6 @@ class Flair(Experiment[Config]):
         super().__init__(run, file)
         data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
         self.task = LabelSetView(file, data.taxonomy, data.image_size, data.binary_label, cache)
-        drawn = run.config.mode == "federated" and data.partition not in ("user", "iid")
-        self._dealt = dealt_sets(file, data.partition, data.taxonomy) if drawn else None
-        if data.partition == "iid" and file.split("train").num_users == 1:
-            raise ValueError(
-                "data.partition iid deals the images among as many users as there are, and one user has all: "
-                "give iid-clients-10-seed-0 or the like"
-            )
 
     @classmethod
     def source(cls, config: Config) -> DataSource:
@@ -88,10 +83,13 @@ class Flair(Experiment[Config]):
 
     def partition(self) -> Partition | None:
         """The images dealt at random, with ``data.partition: iid``, or by another partition."""
-        if self._dealt is not None:
-            return Partition(self._dealt.user_ids, self._dealt.rows, self._dealt.offsets)
-        iid = self.config.data.partition == "iid"
-        return iid_partition(self.task.split("train"), self.config.seed) if iid else None
+        data, train = self.config.data, self.task.split("train")
+        if data.partition == "user":
+            return None
+        if data.partition == "iid":
+            return iid_partition(train, self.config.seed)
+        dealt = dealt_sets(self.file, data.partition, data.taxonomy)
+        return Partition(dealt.user_ids, dealt.rows, dealt.offsets)
 
     def protected(self) -> ProtectedUnit:
         """Real users, or the clients of a partition."""
@@ -99,13 +97,30 @@ class Flair(Experiment[Config]):
         return ProtectedUnit(None if name.startswith("user") else name)
 
     def check(self) -> None:
-        """Refuse fine-tuning where no user has enough images for it."""
+        """Refuse a partition that is none, and fine-tuning where no user has enough images for it."""
+        name, train = self.config.data.partition, self.file.split("train")
+        if name in OWN_PARTITIONS and name in train.partitions:
+            raise ValueError(
+                f"data.partition is {name}, and the file holds another partition of that name: write it "
+                "under another one (python -m dataset.partitions)"
+            )
+        if name == "iid" and train.num_users == 1:
+            raise ValueError(
+                "data.partition iid deals the images among as many users as there are, and one user has all: "
+                "give iid-clients-10-seed-0 or the like"
+            )
         if self.config.personal.num_epochs:
             users_with(self.split(SPLIT), self.config.personal.min_images)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """AP of each class, and of each user if asked for."""
-        return flair_results.class_scores(self.config, self.task, directory, model, metrics)
+        trained = self.trained_users()
+        return flair_results.class_scores(self.config, self.task, directory, model, metrics, trained)
+
+    def trained_users(self) -> set[str]:
+        """The ids of the users whose images train, not those of clients to whom they were dealt."""
+        partition = self.partition() if self.protected().partition is None else None
+        return {*self.task.split("train").user_ids, *([] if partition is None else partition.user_ids)}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
         """AP of each class."""

@@ -42,7 +42,9 @@ from pfl_ext.tasks.ranking import Diverged
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
 DIVERGED = "diverged"
-"""The status of a trial whose model diverged. To optuna it was stopped, so that the search avoids it."""
+"""The status of a trial whose model diverged."""
+RUNG = "completed_rung_"
+"""What optuna's successive halving calls the values that trials are compared by."""
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
@@ -206,8 +208,9 @@ class LocalSweep:
             fault = f"no {self.sweep.ranking.name} in metrics.jsonl"
         if fault is None:
             self.study.tell(trial, self._best(values))
-        elif process.stopping or Diverged.SAYS in fault:
-            trial.set_user_attr(DIVERGED, Diverged.SAYS in fault)
+        elif Diverged.SAYS in fault:
+            self._diverged(trial)
+        elif process.stopping:
             self.study.tell(trial, state=TrialState.PRUNED)
         else:
             trial.set_user_attr("message", fault)
@@ -218,11 +221,21 @@ class LocalSweep:
         print(f"trial {trial.user_attrs['name'][:3]} {status}{best}{why}", flush=True)
         self._write(self.rows())
 
+    def _diverged(self, trial: Trial) -> None:
+        """Keep a trial as the worst of all, also for those that are compared with what it reached before."""
+        worst = -math.inf if self.sweep.ranking.goal == "maximize" else math.inf
+        storage = self.study._storage
+        for name in self.study.get_trials(deepcopy=False)[trial.number].system_attrs:
+            if name.startswith(RUNG):
+                storage.set_trial_system_attr(trial._trial_id, name, worst)
+        trial.set_user_attr(DIVERGED, True)
+        self.study.tell(trial, worst)
+
     def run(self) -> list[Row]:
         """Make what is missing of the trials; an interruption stops them, and a later call goes on.
 
         Raises:
-            ValueError: at the end, when trials failed, or all diverged; they are reported all the same.
+            ValueError: at the end, when trials failed, or none has finished; they are reported all the same.
         """
         self._half_finished = [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
         for trial in self.trials():
@@ -256,8 +269,12 @@ class LocalSweep:
                 f"{len(failed)} of {len(self.trials())} trials failed, trial {name[:3]}: {message}"
             )
         rows = self.rows()
-        if rows and all(row.status == DIVERGED for row in rows):
-            raise ValueError(f"in all {len(rows)} trials the model diverged: sweep over lower rates")
+        diverged = sum(row.status == DIVERGED for row in rows)
+        if diverged and not any(row.status == "finished" for row in rows):
+            raise ValueError(
+                f"no trial has finished: of {len(rows)} the model diverged in {diverged}: sweep over lower "
+                "rates"
+            )
         return rows
 
     def rows(self) -> list[Row]:

@@ -30,7 +30,8 @@ class TrialProcess:
     def __init__(
         self, module: str, words: Sequence[str], run_dir: Path, log: Path, num_processes: int = 1
     ) -> None:
-        self.log, self._deadline = log, math.inf
+        self.log, self._deadline, self._several = log, math.inf, num_processes > 1
+        self._log_begins = log.stat().st_size if log.exists() else 0
         self._metrics, self._seen = run_dir / "metrics.jsonl", 0
         log.parent.mkdir(parents=True, exist_ok=True)
         words = [*words, f"--run_dir={run_dir}"]
@@ -64,7 +65,9 @@ class TrialProcess:
     def fault(self) -> str | None:
         """Why a process that has ended failed; None for one that did not."""
         code = self._process.exitcode or 0
-        lines = self.log.read_text(errors="replace").splitlines() if code == 2 else []
+        said = code == 2 or (code == 1 and self._several)  # torchrun makes 1 of a worker's 2
+        content = self.log.read_bytes()[self._log_begins :] if said else b""
+        lines = content.decode(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return errors[-1] if errors else f"{end}, see {self.log}" if code else None

@@ -39,7 +39,9 @@ DAMAGE = (
     RuntimeError,
 )  # fmt: skip
 """What zipfile raises for a damaged archive."""
-WRONG_HEADER = (ValueError, KeyError, IndexError, TypeError, SyntaxError, tokenize.TokenError)
+WRONG_HEADER = (
+    ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError,
+)  # fmt: skip
 """What numpy raises for a damaged header."""
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
@@ -251,7 +253,9 @@ def _rows(split: Split, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -
 def _one_each(parts: Sequence[Part]) -> bool:
     """Whether every image has a single label."""
     columns = [part.table["labels"] for part in parts]
-    return all(pc.all(pc.equal(pc.list_value_length(column), 1)).as_py() is not False for column in columns)
+    return any(map(len, columns)) and all(
+        pc.all(pc.equal(pc.list_value_length(column), 1)).as_py() is not False for column in columns
+    )
 
 
 def _each(array: Array) -> Iterator[Any]:

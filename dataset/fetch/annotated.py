@@ -104,12 +104,14 @@ class Reading:
             remains; else such boxes are an error.
         first_pixel: the number of an image's first pixel in its boxes, 1 or 0, if the layout leaves it open.
         splits: the splits of the images by id, if the layout's own files do not have them.
+        upright: whether images are stored turned by their EXIF orientation.
     """
 
     form: Form
     cut: bool = False
     first_pixel: int = 1
     splits: Mapping[str, str] = field(default_factory=dict)
+    upright: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ text file has no objects. Shares are of the image as people see it, turned by it
 
 from __future__ import annotations
 
-import math
+import re
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import yaml
@@ -31,8 +32,14 @@ NAMES = ("data.yaml", "data.yml", "classes.txt")
 """Files with the names of the classes; the first that is there counts."""
 MAX_NAMES_BYTES, MAX_LABELS_BYTES = 1 << 20, 1 << 24
 OF_A_BOX = 4
+TEXT = ".txt"
+LARGEST = 1e6
+"""Above every share of an image, and every number of pixels."""
+OTHER_SUFFIXES = (".bmp", ".tif", ".tiff", ".gif")
+"""Images that other tools take, and this one would leave out."""
 SPLIT_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_ORIENTATION, _SIDEWAYS = 0x0112, range(5, 9)  # of EXIF
+_ORIENTATION, _TURNED, _SIDEWAYS = 0x0112, range(2, 9), range(5, 9)  # of EXIF
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
@@ -41,8 +48,9 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
         return path.name, MAX_USERS_BYTES
     if len(path.parts) == 1 and path.name in NAMES:
         return path.name, MAX_NAMES_BYTES
-    is_label = path.suffix == ".txt" and len(path.parts) > 1 and path.name not in NAMES
-    return (path.as_posix(), MAX_LABELS_BYTES) if is_label else None
+    if path.suffix.lower() != TEXT or len(path.parts) == 1 or path.name in NAMES:
+        return None
+    return path.with_suffix(TEXT).as_posix(), MAX_LABELS_BYTES
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
@@ -50,20 +58,35 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
     names, root = _names(files, origin), Path(origin)
     images = _images(root, files, reading.splits)
     contents: dict[str, Json] = {}
-    unreadable = set()
+    kinds: dict[bool, str] = {}
+    unreadable, turned = set(), []
     categories = [{"id": number, "name": name} for number, name in enumerate(names)]
-    for number, (path, split) in enumerate(tqdm(images.items(), desc="sizes", unit="image", disable=None)):
-        content = contents.setdefault(split, {"images": [], "annotations": [], "categories": categories})
-        size = _upright_size(root / path)
+    for number, (path, image) in enumerate(tqdm(images.items(), desc="sizes", unit="image", disable=None)):
+        empty: Json = {"images": [], "annotations": [], "categories": categories}
+        content = contents.setdefault(image.split, empty)
+        size, orientation = _upright_size(root / path)
         width, height = size or (1, 1)
         content["images"].append({"id": number, "file_name": path.name, "width": width, "height": height})
         if size is None:
             unreadable.add(path.stem)  # which is refused, or left out, where images are read
             continue
-        label = _label(path).as_posix()
-        for line, words in _lines(files.get(label, b""), f"{origin}: {label}"):
-            found = _object(words, size, f"{origin}: {label} line {line}")
-            content["annotations"].append({"id": f"{label} line {line}", "image_id": number, **found})
+        if orientation != 1:
+            turned.append(path.as_posix())
+        for line, words in _lines(files.get(image.label, b""), f"{origin}: {image.label}"):
+            where = f"{image.label} line {line}"
+            found = _object(words, size, f"{origin}: {where}")
+            kinds.setdefault(bool(found["segmentation"]), where)
+            content["annotations"].append({"id": where, "image_id": number, **found})
+    if turned and not reading.upright:
+        raise ValueError(
+            f"{origin}: {len(turned):,} photos are turned by their EXIF orientation, {turned[0]} among "
+            "them, and the boxes are those of the turned photos: give --upright"
+        )
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{origin} mixes boxes ({kinds[False]}) and outlines ({kinds[True]}), which may be tracks or "
+            "keypoints: make all lines boxes, or all outlines"
+        )
     reader = Reader(reading.cut, reading.form)
     for split, content in contents.items():
         reader.read(content, origin, split, split)
@@ -76,41 +99,73 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
 YOLO = Layout(("boxes", "mask"), wanted, read)
 
 
-def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -> dict[PurePosixPath, str]:
-    """The split of each image below a folder, by path; every text file is one of theirs."""
-    found: dict[PurePosixPath, str] = {}
+@dataclass(frozen=True)
+class _Image:
+    split: str
+    label: str
+    """Its text file, or where that would be."""
+
+
+def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -> dict[PurePosixPath, _Image]:
+    """The images below a folder, by path; every text file beside them, or in ``labels``, is one of theirs.
+
+    Raises:
+        ValueError: for an image of no split or several, one that cannot be taken, and where text files are
+            missing or nobody's.
+    """
+    found: dict[PurePosixPath, _Image] = {}
     for file in sorted(files_below(root)):
         path = PurePosixPath(file.relative_to(root).as_posix())
-        if file.suffix.lower() not in IMAGE_SUFFIXES or file.name.startswith("."):
+        if file.name.startswith(".") or file.suffix.lower() not in (*IMAGE_SUFFIXES, *OTHER_SUFFIXES):
             continue
-        named = {SPLIT_FOLDERS[part] for part in path.parts[:-1] if part in SPLIT_FOLDERS}
-        if not named and path.stem in splits:
-            named = {splits[path.stem]}
-        if len(named) != 1:
-            raise ValueError(
-                f"{root / path}: which split is it of? Name one folder above it train, val or test, or give "
-                f"the column partition of {USERS_CSV}"
+        if len(path.parts) == 1 or file.suffix.lower() in OTHER_SUFFIXES:
+            what = (
+                "its folder is --source itself: put images into a folder"
+                if len(path.parts) == 1
+                else (f"images are {', '.join(IMAGE_SUFFIXES)}: save it as one of these, or take it out")
             )
-        found[path] = named.pop()
+            raise ValueError(f"{file} cannot be taken; {what}")
+        found[path] = _Image(_split(path, splits, file), _label(path, files))
     if not found:
         raise ValueError(f"{root} holds no image ({', '.join(IMAGE_SUFFIXES)})")
-    known = {_label(path).as_posix() for path in found}
-    if lost := [name for name in files if "labels" in PurePosixPath(name).parts and name not in known]:
+    used, stems = {image.label for image in found.values()}, {path.stem for path in found}
+    unused = [PurePosixPath(name) for name in files if "/" in name and name not in used]
+    if lost := [path.as_posix() for path in unused if "labels" in path.parts or path.stem in stems]:
         raise ValueError(
-            f"{root}: {len(lost):,} text files have no image, {lost[0]} among them: delete them, or bring "
-            "the images back"
+            f"{root}: {len(lost):,} text files are of no image, or not where they are looked for, {lost[0]} "
+            "among them: they stand beside the image, or in labels/ in place of images/"
         )
+    for split in sorted({image.split for image in found.values()}):
+        bare = [image.label not in files for image in found.values() if image.split == split]
+        if all(bare):
+            raise ValueError(f"{root}: no image of {split} has a text file of objects, not even an empty one")
+        if any(bare):
+            print(f"{sum(bare):,} images of {split} have no text file, and so no object", file=sys.stderr)
     return found
 
 
-def _label(image: PurePosixPath) -> PurePosixPath:
+def _split(path: PurePosixPath, splits: Mapping[str, str], file: Path) -> str:
+    named = {SPLIT_FOLDERS[part] for part in path.parts[:-1] if part in SPLIT_FOLDERS}
+    if not named and path.stem in splits:
+        named = {splits[path.stem]}
+    if len(named) != 1:
+        raise ValueError(
+            f"{file}: which split is it of? Name one folder above it train, val or test, or give the column "
+            f"partition of {USERS_CSV}"
+        )
+    return named.pop()
+
+
+def _label(image: PurePosixPath, files: Mapping[str, bytes]) -> str:
     """The text file of an image: below ``labels`` where the image is below ``images``, else beside it."""
-    parts = list(image.with_suffix(".txt").parts)
+    beside = image.with_suffix(TEXT)
+    parts = list(beside.parts)
     for place in reversed(range(len(parts) - 1)):
         if parts[place] == "images":
             parts[place] = "labels"
             break
-    return PurePosixPath(*parts)
+    usual = PurePosixPath(*parts).as_posix()
+    return usual if usual in files else beside.as_posix()
 
 
 def _names(files: Mapping[str, bytes], origin: str) -> list[str]:
@@ -128,28 +183,39 @@ def _names(files: Mapping[str, bytes], origin: str) -> list[str]:
         found = text.split("\n") if name.endswith(".txt") else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as fault:
         raise ValueError(f"{where} cannot be read ({' '.join(str(fault).split())[:200]})") from None
-    if name.endswith(".txt"):
-        names: object = [line.strip() for line in found if line.strip()]
+    if name.endswith(TEXT):
+        names: object = [line.strip() for line in text.rstrip().split("\n")]
     else:
         names = found.get("names") if isinstance(found, dict) else None
-    if isinstance(names, dict) and [*names] == [*range(len(names))]:
-        names = [*names.values()]
-    texts = [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
+    if isinstance(names, dict) and all(type(number) is int for number in names):
+        numbers = sorted(names)
+        names = [names[number] for number in numbers] if numbers == [*range(len(numbers))] else None
+    texts = [each for each in names if isinstance(each, str) and each] if isinstance(names, list) else []
     if not texts or not isinstance(names, list) or len(set(texts)) < len(names):
-        raise ValueError(f"{where} needs names: a list of different texts, or of texts by number from 0 on")
+        raise ValueError(
+            f"{where} needs names: a list of different texts, or texts by number from 0 on without a gap "
+            "(yes, no, on, off and numbers are texts only in quotes)"
+        )
     if isinstance(found, dict) and found.get("nc", len(texts)) != len(texts):
         raise ValueError(f"{where} has {len(texts)} names, and nc says another number")
+    if isinstance(found, dict) and "kpt_shape" in found:
+        raise ValueError(f"{where} has kpt_shape: keypoints are not read; take the set's boxes or outlines")
     return texts
 
 
-def _upright_size(path: Path) -> tuple[int, int] | None:
-    """Width and height of the image in a file, as people see it; None where that cannot be read."""
+def _upright_size(path: Path) -> tuple[tuple[int, int] | None, int]:
+    """Width and height of the image in a file, as people see it, and its EXIF orientation, 1 for none.
+
+    The size is None where it cannot be read.
+    """
     try:
         with Image.open(path) as image:
-            sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
-            return (image.height, image.width) if sideways else (image.width, image.height)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
+            size, orientation = image.size, int(image.getexif().get(_ORIENTATION, 1))
+    except (OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError):
+        return None, 1
+    if orientation in _SIDEWAYS:
+        size = size[1], size[0]
+    return size, orientation if orientation in _TURNED else 1
 
 
 def _lines(content: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
@@ -169,17 +235,14 @@ def _object(words: list[str], size: tuple[int, int], where: str) -> Json:
     Raises:
         ValueError: when the line is none, with its place.
     """
-    try:
-        shares = [float(word) for word in words[1:]]
-    except ValueError:
-        shares = []
+    shares = [float(word) for word in words[1:]] if all(map(_NUMBER.fullmatch, words[1:])) else []
     outline = len(shares) >= 6 and len(shares) % 2 == 0
     if not words[0].isascii() or not words[0].isdigit() or not (outline or len(shares) == OF_A_BOX):
         raise ValueError(
             f"{where} has {' '.join(words)[:60]!r}; it needs a class's number and x y width height, or three "
             "or more pairs x y"
         )
-    if not all(math.isfinite(share) and abs(share) < 1e6 for share in shares):
+    if not all(abs(share) < LARGEST for share in shares):
         raise ValueError(f"{where} has numbers that are no shares of an image")
     scaled = [share * size[place % 2] for place, share in enumerate(shares)]
     category = {"category_id": int(words[0][:18])}

@@ -197,7 +197,7 @@ class CommandLine:
         for key, value in tree.items():
             if isinstance(value, dict):
                 out[key] = self._values(value, f"{prefix}{key}.")
-            elif value is None or value.lower() in NOTHING:
+            elif value is None or (isinstance(value, str) and value.lower() in NOTHING):
                 out[key] = "none" if "none" in get_args(self._hints.get(prefix + key)) else None
             else:
                 out[key] = value

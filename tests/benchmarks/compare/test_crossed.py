@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.compare.__main__ import main
 from tests.benchmarks.compare.test_latex import rows_of
-from tests.benchmarks.made_runs import make_run
+from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
 RATE, SERVER = "local.learning_rate", "server.learning_rate"
@@ -80,14 +80,13 @@ def test_rows_of_named_keys_may_differ_in_others_and_say_so(tmp_path: Path) -> N
     assert row[0] == "FL-R-17"
     assert "--" not in row
     assert r"Along a row server.learning\_rate differ, too." in text
-    main([str(tmp_path / "0.1"), "--output_dir", str(tmp_path / "out")])
-    assert not (tmp_path / "out" / "crossed.tex").exists(), "that of the comparison before"
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["--columns", "local.rate"], "no run has a key local.rate that has an effect; those that differ: "),
+        (["--columns", "local"], "local is a section: name one of its keys, such as local.batch_size"),
         (["--columns", "seed"], "no run has a key seed that has an effect"),
         ([*BY_RATE, "--rows", RATE], f"{RATE} cannot make rows and columns at once"),
         (["--columns", "federated.algorithm", "--rows", SERVER], r"name in --rows what differs \("),
@@ -105,3 +104,43 @@ def test_one_cell_has_one_group_and_all_are_judged_alike(tmp_path: Path) -> None
     make_run(tmp_path / "one", "fl-r-17")
     with pytest.raises(ValueError, match="judged by the same scores"):
         written(tmp_path, str(tmp_path), *BY_RATE)
+
+
+def table_of(tmp_path: Path, *argv: str) -> tuple[list[list[str]], str]:
+    """The rows of the first table, and all that was written."""
+    _, text, _ = written(tmp_path, str(tmp_path / "in"), *argv)
+    return rows_of(text[: text.index(r"\end{table}")] + r"\end{table}"), text
+
+
+def test_algorithms_may_be_the_columns(tmp_path: Path) -> None:
+    for name in ("fedavg", "fedprox"):
+        make_run(tmp_path / "in" / name, "fl-r-17", f"--federated.algorithm={name}")
+    rows, _ = table_of(tmp_path, "--columns", "federated.algorithm", "--rows", "data.partition")
+    assert [row[0] for row in rows] == [r"federated.algorithm", "FL-R-17"]
+    assert rows[0][1:] == ["fedavg", "fedprox"]
+
+
+def test_a_private_cell_says_what_its_epsilon_is(tmp_path: Path) -> None:
+    """A column of asked-for epsilons is no guarantee, and one of local privacy stands under none."""
+    make_run(tmp_path / "in" / "central", "pfl-r-17")
+    make_run(tmp_path / "in" / "local", "pfl-r-17", *LOCALLY)
+    make_run(tmp_path / "in" / "none", "fl-r-17")
+    rows, text = table_of(tmp_path, "--columns", "privacy.epsilon")
+    assert rows[0][1:] == ["2.0", "none"]
+    said = text[: text.index(r"\label")]
+    assert ", 2.0: epsilon 2 simulated, 4.72 as executed, delta 8.4e-06. " in said
+    assert re.search(r"PFL-R-17, [^,.]*, none: epsilon 8 for one update; ", said)
+    assert "FL-R-17, none: epsilon" not in said.replace("PFL-R-17", "")
+
+
+def test_other_data_along_a_row_is_said(tmp_path: Path) -> None:
+    make_run(tmp_path / "in" / "one", "fl-r-17", f"--{RATE}=0.1")
+    make_run(tmp_path / "in" / "two", "fl-r-17", f"--{RATE}=0.2", data={**FLAIR, "content_sha256": "f" * 64})
+    assert "Along a row the data differ, too." in table_of(tmp_path, *BY_RATE)[1]
+
+
+def test_runs_that_have_not_ended_have_no_numbers(tmp_path: Path) -> None:
+    make_run(tmp_path / "in" / "half", "fl-r-17", finished=False)
+    rows, text = table_of(tmp_path, *BY_RATE)
+    assert rows[1][1:] == ["--"]
+    assert "No run has ended." in text

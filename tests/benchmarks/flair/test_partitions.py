@@ -14,6 +14,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair, main
 from dataset.cli import run
 from dataset.convert.__main__ import main as convert
+from dataset.partitions.__main__ import main as partitions
 from dataset.store.hdf5 import DataFile
 from tests.benchmarks.run_files import results
 from tests.benchmarks.sparing import sparingly
@@ -100,3 +101,47 @@ def test_training_one_client_says_so(chest: Path, tmp_path: Path, capsys: pytest
     with sparingly(draw=False):
         assert run(main, words) == 0
     assert "one user owns all training images, so that one client is trained" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def patients(chest: Path) -> Path:
+    """The same file with the partitions ``users`` and ``iid``, whose owners those of val and test are not."""
+    folder, file = chest.parent, chest
+    with DataFile(chest) as data:
+        ids = data.split("train").image_ids
+    for name in ("iid", "users"):
+        rows = [f"{image},patient-{number % 4}" for number, image in enumerate(ids)]
+        (folder / f"{name}.csv").write_text("\n".join(["image_id,user_id", *rows]))
+        words = [str(file), "--csv", str(folder / f"{name}.csv")]
+        file = folder / f"patients-{name}.hdf5"
+        assert run(partitions, [*words, f"--output_file={file}"]) == 0
+    return file
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ["--config=pfl-r-17", "--data.partition=users"],
+            "which of val and test belong to its 4 users, pat",
+        ),
+        (["--config=fl-r-17", "--data.partition=iid"], "the file holds another partition of that name"),
+    ],
+)
+def test_what_a_partition_of_the_file_does_not_say_is_refused(
+    words: list[str], why: str, patients: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [f"--data_path={patients}", f"--run_dir={tmp_path / 'run'}", "--federated.cohort_size=2"]
+    assert run(main, [*TINY, *words, *more]) == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_partition_of_the_file_trains(patients: Path, tmp_path: Path) -> None:
+    words = [*TINY, *FL, "--data.partition=users", f"--data_path={patients}", f"--run_dir={tmp_path / 'run'}"]
+    with sparingly(draw=False):
+        assert run(main, [*words, "--federated.cohort_size=2"]) == 0
+    with DataFile(patients) as file:
+        flair = Flair(parse([*TINY, *FL, "--data.partition=users"]), file)
+        assert flair.trained_users() == {"all", *(f"patient-{number}" for number in range(4))}
+    with DataFile(patients.with_name("chest.hdf5")) as file:  # as to predict on: nothing is dealt there
+        assert Flair(parse([*TINY, *FL, "--data.partition=users"]), file).split("test").num_images == 40

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 import time
@@ -26,6 +27,7 @@ from benchmarks.sweep.local import LocalSweep, Options, read_values
 from benchmarks.sweep.space import Metric, read_sweep
 from dataset.cli import Stopped, raised, run
 from dataset.files import locked
+from pfl_ext.tasks.ranking import Diverged
 from tests.benchmarks.conftest import train_into
 from tests.benchmarks.sweep.conftest import RATES, SEEN, SHORT, double
 from tests.benchmarks.sweep.test_space import written
@@ -223,6 +225,7 @@ def test_a_trial_that_diverges_is_an_answer_and_ranks_last(
     rows = sweep.run()
     assert [row.status for row in rows] == ["finished"] * 3 + ["diverged"]
     assert [row.score for row in rows] == [17.0, 27.0, 37.0, None], "47 until then"
+    assert [trial.value for trial in sweep.study.get_trials()] == [17.0, 27.0, 37.0, -math.inf], "the worst"
     assert "trial 003 diverged" in capsys.readouterr().out
     assert (sweep.directory / "table.md").read_text().splitlines()[-1].split(" | ")[1] == "003"
     again = doubled(FOUR, diverges=0.35)
@@ -231,8 +234,16 @@ def test_a_trial_that_diverges_is_an_answer_and_ranks_last(
 
 
 def test_a_sweep_in_which_all_trials_diverge_has_failed(doubled: Callable[..., LocalSweep]) -> None:
-    with pytest.raises(ValueError, match="in all 2 trials the model diverged: sweep over lower rates"):
+    with pytest.raises(ValueError, match="no trial has finished: of 2 the model diverged in 2"):
         doubled(RATES, diverges=0.0).run()
+
+
+def test_what_diverged_stops_no_other_trial(doubled: Callable[..., LocalSweep]) -> None:
+    """It was ahead until it diverged."""
+    rule = {"type": "hyperband", "min_iter": 2, "eta": 4}
+    falling = {"local.learning_rate": {"values": [0.4, 0.3, 0.2, 0.1]}}
+    rows = doubled(falling, diverges=0.35, workers=1, early_terminate=rule).run()
+    assert [row.status for row in rows][:2] == ["diverged", "finished"]
 
 
 def test_hyperband_stops_the_hopeless_and_leaves_the_best(doubled: Callable[..., LocalSweep]) -> None:
@@ -314,6 +325,22 @@ def test_several_processes_of_a_trial_are_started_by_the_launcher(
 
     monkeypatch.setattr(os, "execv", launched)
     assert [row.status for row in doubled(RATES, np=2).run()] == ["finished"] * 2
+
+
+def test_torchruns_exit_code_of_a_diverged_trial_is_1(
+    doubled: Callable[..., LocalSweep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launched(python: str, words: Sequence[str]) -> None:
+        given = words[words.index("benchmarks.flair.train") + 1 :]
+        try:
+            double(given, pause=0, fails=-1, dies=-1, together=1, diverges=0.2)
+        except Diverged as fault:
+            os.write(2, f"error: {fault}\n".encode())
+            os._exit(1)
+        os._exit(0)
+
+    monkeypatch.setattr(os, "execv", launched)
+    assert [row.status for row in doubled(RATES, np=2).run()] == ["finished", "diverged"]
 
 
 def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:

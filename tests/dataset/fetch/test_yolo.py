@@ -124,7 +124,7 @@ def test_photos_that_exif_turns_are_labelled_upright(
         image.resize((2 * SIDE, SIDE)).save(path, exif=exif)
     words = [f"--source={folder}", "--val_as=test"]
     assert make(FOLDER, tmp_path / "f.hdf5", *words) == 2
-    assert "not of the size that their annotations have, 000007" in capsys.readouterr().err
+    assert "1 photos are turned by their EXIF orientation, images/train/000007.jpg" in capsys.readouterr().err
     assert make(FOLDER, tmp_path / "f.hdf5", *words, "--upright") == 0
     with DataFile(tmp_path / "f.hdf5") as file:
         train = file.split("train")
@@ -153,11 +153,11 @@ def test_splits_and_users_may_be_those_of_a_csv(tmp_path: Path) -> None:
         assert file.split("test").num_images == len(VAL)
 
 
-FAULTS: dict[str, tuple[Files, str]] = {
+FAULTS: dict[str, tuple[dict[str, bytes | None], str]] = {
     "no names": ({"data.yaml": b"nc: 3\n"}, "data.yaml needs names: a list of different texts"),
     "names that are no text": ({"data.yaml": b"names: [yes, b, c]\n"}, "data.yaml needs names: a list"),
     "two equal names": ({"data.yaml": b"names: [a, a, b]\n"}, "needs names: a list of different texts"),
-    "a gap": ({"data.yaml": b"names: {0: a, 2: b}\n"}, "or of texts by number from 0 on"),
+    "a gap": ({"data.yaml": b"names: {0: a, 2: b}\n"}, "or texts by number from 0 on without a gap"),
     "another number": ({"data.yaml": b"nc: 9\nnames: [a, b]\n"}, "and nc says another"),
     "no YAML": ({"data.yaml": b"names: [a\n"}, "data.yaml cannot be read (while parsing"),
     "no text": ({"data.yaml": b"\xff\xfe\xff"}, "data.yaml cannot be read ("),
@@ -167,12 +167,22 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "two points": ({LABEL: b"0 .1 .1 .5 .5 .9 .9 .2\n"}, "or three or more pairs x y"),
     "a name": ({LABEL: b"dog .5 .5 1 1\n"}, f"{LABEL} line 1 has 'dog .5 .5 1 1'"),
     "no number": ({LABEL: b"0 .5 .5 1 a\n"}, f"{LABEL} line 1 has '0 .5 .5 1 a'"),
-    "nan": ({LABEL: b"0 nan .5 1 1\n"}, "line 1 has numbers that are no shares of an image"),
+    "nan": ({LABEL: b"0 nan .5 1 1\n"}, f"{LABEL} line 1 has '0 nan .5 1 1'"),
+    "infinite": ({LABEL: b"0 1e999 .5 1 1\n"}, "line 1 has numbers that are no shares of an image"),
+    "underscore": ({LABEL: b"0 1_0 .5 1 1\n"}, f"{LABEL} line 1 has '0 1_0 .5 1 1'"),
     "pixels": ({LABEL: b"0 16 16 8 8\n"}, f"{LABEL} line 1: its box (384, 384, 640, 640) is empty"),
     "empty box": ({LABEL: b"0 .5 .5 0 1\n"}, "is empty or not within the image of 32 x 32 pixels"),
     "class": ({LABEL: b"3 .5 .5 1 1\n"}, f"{LABEL} line 1 has the category 3, which the file does not name"),
+    "blank name": ({"data.yaml": None, "classes.txt": b"a\n\nb\n"}, "classes.txt needs names: a list of"),
+    "keypoints": ({"data.yaml": DATA + b"kpt_shape: [3, 2]\n"}, "has kpt_shape: keypoints are not read"),
+    "mixed": ({LABEL: b"0 .1 .1 .5 .1 .5 .5\n"}, "mixes boxes (labels/train/000001.txt line 1) and outlines"),
+    "another place": ({"texts/000002.txt": b""}, "texts/000002.txt among them: they stand beside the image"),
+    "large letters": ({"Labels/train/000002.txt": b""}, "Labels/train/000002.txt among them: they stand"),
+    "no text file": ({"test/x.jpg": jpeg(3)}, "no image of test has a text file of objects"),
+    "another format": ({"images/train/x.BMP": b""}, "x.BMP cannot be taken; images are .jpg, .jpeg, .png"),
+    "no folder": ({"x.jpg": jpeg(3)}, "x.jpg cannot be taken; its folder is --source itself"),
     "bytes": ({LABEL: b"\xff\xfe"}, f"{LABEL} is not UTF-8 text"),
-    "lost": ({"labels/train/x.txt": b""}, "1 text files have no image, labels/train/x.txt among"),
+    "lost": ({"labels/train/x.txt": b""}, "1 text files are of no image, or not where"),
     "no split": ({"images/x.jpg": jpeg(3)}, "images/x.jpg: which split is it of? Name one folder above it"),
     "two splits": ({"val/train/x.jpg": jpeg(3)}, "x.jpg: which split is it of? Name one folder above it"),
     "one name": ({"images/val/000007.jpg": jpeg(3)}, "two files have the name of image 000007"),
@@ -181,8 +191,9 @@ FAULTS: dict[str, tuple[Files, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_is_one_line(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files, said = FAULTS[fault]
-    assert made(tmp_path, yolo_files() | files) == 2
+    changed, said = FAULTS[fault]
+    files = {name: data for name, data in {**yolo_files(), **changed}.items() if data is not None}
+    assert made(tmp_path, files) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert said in last
@@ -191,9 +202,10 @@ def test_what_is_wrong_is_one_line(fault: str, tmp_path: Path, capsys: pytest.Ca
 
 def test_names_by_number_and_lists_of_names_are_one(tmp_path: Path) -> None:
     write_files(tmp_path, {"images/train/a.jpg": jpeg(1)})
-    by_number = "names:\n" + "".join(f"  {k}: {name}\n" for k, name in enumerate(NAMES))
+    empty = {"images/train/a.txt": b""}
+    by_number = "names:\n" + "".join(f"  {k}: {name}\n" for k, name in reversed([*enumerate(NAMES)]))
     for name, text in (("data.yaml", by_number), ("classes.txt", "\n".join(NAMES) + "\n\n")):
-        found = YOLO.read({name: text.encode()}, str(tmp_path), Reading("boxes"))
+        found = YOLO.read({name: text.encode(), **empty}, str(tmp_path), Reading("boxes"))
         assert found.classes == NAMES
     with pytest.raises(ValueError, match=r"has none of data.yaml, data.yml, classes.txt"):
         YOLO.read({}, str(tmp_path), Reading("boxes"))
@@ -203,8 +215,11 @@ def test_names_by_number_and_lists_of_names_are_one(tmp_path: Path) -> None:
 def test_damaged_text_is_read_or_refused_in_a_line(form: Form, tmp_path: Path) -> None:
     write_files(tmp_path, {"images/train/000007.jpg": jpeg(7)})
     draws, outcomes = random.Random(0), set()
+    sound = b"0 0.5 0.5 0.25 0.125\r\n1 5e-1 .5 .2 .3\n"
+    if form == "mask":
+        sound = b"2 0.1 0.1 0.9 0.1 0.9 0.9\n1 1e-1 .2 .3 .4 .5 .6\n"
     for _ in range(300):
-        content = bytearray(b"0 0.5 0.5 0.25 0.125\n2 0.1 0.1 0.9 0.1 0.9 0.9\n1 1e-1 .2 .3 .4 .5 .6\n")
+        content = bytearray(sound)
         for _ in range(draws.randrange(1, 4)):
             place = draws.randrange(len(content))
             content[place : place + draws.randrange(2)] = draws.choice(
