@@ -233,7 +233,7 @@ def test_an_algorithm_has_its_own_config_or_another_ones(words: str, expected: s
 
 @pytest.mark.parametrize("name", ["scaffold fedprox", "fed%", "it's"])
 def test_an_algorithm_is_one_name(name: str, tmp_path: Path) -> None:
-    """Of several the first was taken, and all whose names a pattern fits."""
+    """The first of several was taken, and all whose names a pattern fits."""
     done = make(tmp_path, "fedcv-fl", f"ALGORITHM={name}")
     assert done.returncode == 2
     assert f"ALGORITHM is {name}: give the name of one algorithm" in done.stderr

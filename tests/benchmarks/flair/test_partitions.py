@@ -60,7 +60,7 @@ def test_a_drawn_partition_deals_every_image_once(chest: Path) -> None:
 
 @pytest.mark.parametrize("config", ["fl-r-17", "pfl-r-17"])
 def test_its_clients_are_those_that_train(config: str, chest: Path, tmp_path: Path) -> None:
-    """Of a private run they are the population: of the file's one user no cohort of four could be drawn."""
+    """They are the population of a private run, whose file has one user, and so no cohort of four."""
     words = [*TINY, f"--config={config}", LINEAR, f"--data_path={chest}", f"--run_dir={tmp_path / 'run'}"]
     with sparingly(draw=False):
         assert run(main, [*words, "--federated.cohort_size=4"]) == 0

@@ -60,7 +60,7 @@ def test_a_folder_of_classes_has_one_user_a_split_whose_images_are_dealt(
     assert "the source names no clients, so that one user owns each split" in said
     assert ("needs test: convert with --test_share" in said) == ("dev" in splits)
     (line,) = [line for line in said.splitlines() if " python -m dataset.partitions " in line]
-    assert "by --data.partition lda-1-clients-10-seed-0; " in line
+    assert "by --data.partition lda-1-clients-10-seed-0 --federated.cohort_size 10; " in line
     words = line.split(" dataset.partitions ")[1].replace("lda-1-clients-10", "iid-clients-3").split()
     assert run(partitions, words) == 0, "that of so few images, as lda asks for more"
     check_one_user(tmp_path / "f.hdf5", len(NUMBERS) * len(splits))
@@ -75,7 +75,7 @@ def test_label_sets_without_clients_are_dealt_iid(tmp_path: Path, capsys: pytest
     pq.write_table(table, tmp_path / "own.parquet")
     convert(f"hf --source {tmp_path / 'own.parquet'}", tmp_path / "f.hdf5")
     said = capsys.readouterr().err
-    assert "so that one user owns each split: train by --data.partition iid\n" in said
+    assert "so that one user owns each split: train by --data.partition iid-clients-10-seed-0 --fed" in said
 
 
 def check_one_user(path: Path, images: int) -> None:
