@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset.files import file_digest, locked
+from dataset.files import file_digest, locked, write_bytes
 
 SOURCES = Path(__file__).parent
 WAIT_SECONDS = 600.0
@@ -91,7 +91,7 @@ def _one_builds(program: str, folder: Path, name: str) -> Path:
             try:
                 return _built(program, folder, name)
             except (Unavailable, OSError, subprocess.SubprocessError) as error:
-                failure.write_text(f"{program} failed in another process ({error})")
+                write_bytes(failure, f"{program} failed in another process ({error})".encode())
                 raise
     except TimeoutError:  # a process that was suspended
         return _found(folder, name) or _built(program, folder, name)
