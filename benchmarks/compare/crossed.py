@@ -36,12 +36,11 @@ class Crossed:
     @property
     def in_words(self) -> str:
         """What the numbers are."""
-        seeds = f"{self._most} seed{'' if self._most == 1 else 's'}"
-        said = [f"Mean ± standard deviation over {seeds}, where no other n is named."]
-        if not self._most:
-            said = ["No run has ended."]
+        said = [f"Mean ± standard deviation over {self._most} seeds, where no other n is named."]
+        if self._most < 2:
+            said = ["One seed each." if self._most else "No run has ended."]
         if self.besides:
-            said.append(f"Along a row {', '.join(self.besides)} differ, too.")
+            said.append(f"What else differs along a row: {', '.join(self.besides)}.")
         for (row, column), group in self.cells.items():
             if (found := privacy_of(group)) is not None:
                 where = f"{self.rows[row]}, {self.columns[column]}"

@@ -79,7 +79,7 @@ def test_rows_of_named_keys_may_differ_in_others_and_say_so(tmp_path: Path) -> N
     _, row = rows_of(text[: text.index(r"\end{table}")] + r"\end{table}")
     assert row[0] == "FL-R-17"
     assert "--" not in row
-    assert r"Along a row server.learning\_rate differ, too." in text
+    assert r"What else differs along a row: server.learning\_rate." in text
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_private_cell_says_what_its_epsilon_is(tmp_path: Path) -> None:
 def test_other_data_along_a_row_is_said(tmp_path: Path) -> None:
     make_run(tmp_path / "in" / "one", "fl-r-17", f"--{RATE}=0.1")
     make_run(tmp_path / "in" / "two", "fl-r-17", f"--{RATE}=0.2", data={**FLAIR, "content_sha256": "f" * 64})
-    assert "Along a row the data differ, too." in table_of(tmp_path, *BY_RATE)[1]
+    assert "What else differs along a row: the data." in table_of(tmp_path, *BY_RATE)[1]
 
 
 def test_runs_that_have_not_ended_have_no_numbers(tmp_path: Path) -> None:
