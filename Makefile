@@ -92,7 +92,7 @@ one-process:
 	@[ -z '$(ALGORITHM)' ] || { echo "error: ALGORITHM is '$(ALGORITHM)': centralised training has none, leave it out" >&2; exit 2; }
 	@[ '$(NP)' = 1 ] || { echo "error: NP is '$(NP)': centralised training runs in one process, leave NP out" >&2; exit 2; }
 
-# Refuses NP, NNODES and LAUNCHER before anything is set up or started.
+# Refuse what workers cannot be started with, before anything is set up.
 whole-number = case '$($(1))' in ''|0*|*[!0-9]*) echo "error: $(1) is '$($(1))': give a whole number of at least 1" >&2; exit 2;; esac
 np-given:
 	@$(call whole-number,NP)

@@ -72,7 +72,7 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
     for name in (key, *row_keys):
         if inner := sorted(other for other in every if other.startswith(f"{name}.")):
             raise ValueError(f"{name} is a section: name one of its keys, such as {inner[0]}")
-        if not any(name in group.keys for group in comparison.groups):
+        if name not in every:
             known = ", ".join(differing) or "none"
             raise ValueError(f"no run has a key {name} that has an effect; those that differ: {known}")
     if key in (*row_keys, "setting"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from pfl.metrics import Metrics
@@ -83,6 +84,10 @@ class Flair(Experiment[Config]):
 
     def partition(self) -> Partition | None:
         """The images dealt at random, with ``data.partition: iid``, or by another partition."""
+        return self._dealt
+
+    @cached_property
+    def _dealt(self) -> Partition | None:
         data, train = self.config.data, self.task.split("train")
         if data.partition == "user":
             return None

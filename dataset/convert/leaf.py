@@ -19,9 +19,10 @@ from dataset.convert.files import FileRows, Folder
 from dataset.convert.json_stream import members
 from dataset.convert.pixels import Scale, array_of, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names, shown, split_by_names
+from dataset.convert.text import Names, shown, split_by_names
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
+from dataset.store.index import SPLIT_NAMES
 
 KINDS: Mapping[str, Kind] = {"labels": "class"}
 DATA = "user_data"

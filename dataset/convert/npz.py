@@ -27,10 +27,11 @@ from numpy.lib import format as npy
 
 from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import NO_CLIENT, Found, Part, Rows
-from dataset.convert.text import MAX_CLASSES, SPLIT_NAMES, Names
+from dataset.convert.text import MAX_CLASSES, Names
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
+from dataset.store.index import SPLIT_NAMES
 
 HELD = {"images": "images", "x": "images", "labels": "labels", "y": "labels", "clients": "clients"}
 """What an array holds, by a word of its name."""

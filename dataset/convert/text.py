@@ -14,11 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
 from dataset.store.columns import MAX_ID_BYTES
+from dataset.store.index import SPLIT_NAMES
 
-SPLIT_NAMES = {
-    "train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test",
-}  # fmt: skip
-"""The names that sources have for splits (such as Hugging Face's validation), and those of the file."""
 _WORD = re.compile(r"[a-z]+")
 MAX_CLASSES = 1 << 16
 _SHOWN = 80

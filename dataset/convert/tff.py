@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
-from dataset.convert.text import SPLIT_NAMES, Names, shown, split_by_names
+from dataset.convert.text import Names, shown, split_by_names
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
+from dataset.store.index import SPLIT_NAMES
 from dataset.store.native import dataset, member, opened
 from dataset.store.probe import probe
 

@@ -4,10 +4,11 @@
     images/train/a.jpg                 or train/images/a.jpg
     labels/train/a.txt                 or train/labels/a.txt, or beside the image
 
-A folder on an image's path is called train, val (valid, validation) or test, which is its split; without one
-the column partition of ``users.csv`` says it. A line of a text file is an object: ``class x y width height``,
-centre and size as shares of the image's, or ``class x0 y0 x1 y1 x2 y2 ...``, an outline. An image without a
-text file has no objects. Shares are of the image as people see it, turned by its EXIF orientation.
+A folder on an image's path is called train, val (valid, validation, dev) or test, which is its split;
+without one the column partition of ``users.csv`` says it. A line of a text file is an object: ``class x y
+width height``, centre and size as shares of the image's, or ``class x0 y0 x1 y1 x2 y2 ...``, an outline. An
+image without a text file has no objects. Shares are of the image as people see it, turned by its EXIF
+orientation.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.fetch.coco import Json, Reader
 from dataset.fetch.members import files_below
 from dataset.fetch.outlines import packed
+from dataset.store.index import SPLIT_NAMES
 
 NAMES = ("data.yaml", "data.yml", "classes.txt")
 """Files with the names of the classes; the first that is there counts."""
@@ -37,7 +39,6 @@ LARGEST = 1e6
 """Above every share of an image, and every number of pixels."""
 OTHER_SUFFIXES = (".bmp", ".tif", ".tiff", ".gif")
 """Images that other tools take, and this one would leave out."""
-SPLIT_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _ORIENTATION, _TURNED, _SIDEWAYS = 0x0112, range(2, 9), range(5, 9)  # of EXIF
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -119,12 +120,10 @@ def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -
         if file.name.startswith(".") or file.suffix.lower() not in (*IMAGE_SUFFIXES, *OTHER_SUFFIXES):
             continue
         if len(path.parts) == 1 or file.suffix.lower() in OTHER_SUFFIXES:
-            what = (
-                "its folder is --source itself: put images into a folder"
-                if len(path.parts) == 1
-                else (f"images are {', '.join(IMAGE_SUFFIXES)}: save it as one of these, or take it out")
-            )
-            raise ValueError(f"{file} cannot be taken; {what}")
+            why = f"images are {', '.join(IMAGE_SUFFIXES)}: save it as one of these, or take it out"
+            if len(path.parts) == 1:
+                why = "its folder is --source itself: put images into a folder"
+            raise ValueError(f"{file} cannot be taken; {why}")
         found[path] = _Image(_split(path, splits, file), _label(path, files))
     if not found:
         raise ValueError(f"{root} holds no image ({', '.join(IMAGE_SUFFIXES)})")
@@ -145,7 +144,7 @@ def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -
 
 
 def _split(path: PurePosixPath, splits: Mapping[str, str], file: Path) -> str:
-    named = {SPLIT_FOLDERS[part] for part in path.parts[:-1] if part in SPLIT_FOLDERS}
+    named = {SPLIT_NAMES[part] for part in path.parts[:-1] if part in SPLIT_NAMES}
     if not named and path.stem in splits:
         named = {splits[path.stem]}
     if len(named) != 1:

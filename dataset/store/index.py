@@ -16,6 +16,10 @@ import numpy.typing as npt
 from dataset.arrays import IntArray
 from dataset.store.annotations import Annotation, Boxes, LabelMatrix, Masks, check_annotation, rises, within
 
+SPLIT_NAMES = {
+    "train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test",
+}  # fmt: skip
+"""The names that sources have for splits (such as Hugging Face's validation), and those of the file."""
 SPLITS = ("train", "val", "test")
 """The names of the splits. Users are disjoint between them."""
 

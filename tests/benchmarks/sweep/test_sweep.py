@@ -242,7 +242,7 @@ def test_what_diverged_stops_no_other_trial(doubled: Callable[..., LocalSweep]) 
     """It was ahead until it diverged."""
     rule = {"type": "hyperband", "min_iter": 2, "eta": 4}
     falling = {"local.learning_rate": {"values": [0.4, 0.3, 0.2, 0.1]}}
-    rows = doubled(falling, diverges=0.35, workers=1, early_terminate=rule).run()
+    rows = doubled(falling, pause=0.15, diverges=0.35, workers=1, early_terminate=rule).run()
     assert [row.status for row in rows][:2] == ["diverged", "finished"]
 
 
