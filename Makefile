@@ -112,7 +112,8 @@ $(READY): requirements.lock
 	  || { echo "error: Python 3.11 or 3.12 is needed; say which: make PYTHON=python3.11 ..." >&2; exit 2; }
 	@echo "setting up $(VENV): torch, pfl and the rest, some minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	  --require-hashes -r requirements.lock
 	@touch $@
 
 lock: $(READY) ## write requirements.lock, by which setup installs, after a change of requirements.txt: ARGS="--upgrade"
