@@ -9,6 +9,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.precision import precision_of
 from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import AdamOptions
@@ -33,7 +34,7 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
     runtime = run.runtime
     module.to(get_default_device())
     kernels = kernels_for(module) if runtime.engine == "fast" and runtime.cpu_kernels else None
-    amp = torch.bfloat16 if runtime.precision == "bf16" else None
+    amp = precision_of(run, module)
     layers = layers_for(kernels, amp)
     if layers is not None:
         amp = layers.row.autocast

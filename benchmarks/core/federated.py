@@ -21,6 +21,7 @@ from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.updates import check_kept, error_bytes
 from benchmarks.core.ledger import calibrated, open_ledger
+from benchmarks.core.precision import precision_of
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
@@ -97,12 +98,11 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     config = run.config
     groups = module.rate_groups(config.server.learning_rate, config.server.head_rate_factor)
     optimizer = config.server.build(groups, config.server.chosen_options)
-    precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
 
     def of_user(_: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return config.local.optimizer(module.rate_groups(lr, config.local.head_rate_factor), lr)
 
-    return PyTorchModel(module, of_user, optimizer, amp_dtype=precision)
+    return PyTorchModel(module, of_user, optimizer, amp_dtype=precision_of(run, module))
 
 
 def attack(config: TrainingConfig) -> Attack | None:
@@ -245,6 +245,7 @@ def check_federated(
         drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
         turnouts = Turnouts(config.devices, users, ids, **drawn, sent=sent)
         if draws_cohorts:
+            turnouts.check_deadline()
             turnouts.of(0)
     of_users: int = federated.chosen.state_bytes(chosen) + error_bytes(config, chosen)
     return of_users
@@ -278,7 +279,8 @@ def train_federated(
     score = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
     training = run_context(run, setup(config, module, users, recorder.files.path), score, mechanism)
-    precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
+    amp = training.model.amp_context
+    precision = None if amp is None else amp.fast_dtype
     algorithm = config.federated.chosen.start(training)
     if is_main():
         print(f"training is computed in {algorithm.arithmetic(precision)}")

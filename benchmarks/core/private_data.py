@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from benchmarks.core.experiment import Experiment
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import FOUND_CLASSES, owner
 from dataset.store.validate import validate
+from dataset.store.views import Split
 
 
 def check_private_data(experiment: Experiment[Any]) -> None:
@@ -48,6 +51,12 @@ def check_private_data(experiment: Experiment[Any]) -> None:
             f"and test belong to its {len(unknown):,} users, {min(unknown)} among them: make the file with "
             "these users, or give the partition a name that does not begin with user, so that it has clients"
         )
+    if moved := _moved(experiment):
+        raise ValueError(
+            f"privacy protects a user with all of its images, and data.partition gives an image of user "
+            f"{moved[0]} to {moved[1]}: give the partition a name that does not begin with user, so that it "
+            "has clients"
+        )
     for name in ("val", *experiment.final_splits):
         both = [user for user in experiment.split(name).user_ids if owner(user, trained) in trained]
         if both:
@@ -56,6 +65,24 @@ def check_private_data(experiment: Experiment[Any]) -> None:
                 f"train, {owner(both[0], trained)} among them: deal splits by users (python -m "
                 "dataset.convert --split_by users), or choose a data.partition"
             )
+
+
+def _moved(experiment: Experiment[Any]) -> tuple[str, str] | None:
+    """An image's user by the file and by the partition, where the two differ."""
+    partition, train = experiment.partition(), experiment.split("train")
+    assert isinstance(train, Split), "the images of an experiment lie in its file"
+    index = experiment.file.split(train.file_split)
+    numbers = {user: number for number, user in enumerate(index.user_ids)}
+    if partition is None:
+        ids, offsets, rows = train.user_ids, train.user_offsets, train.file_rows
+    else:
+        ids, offsets, rows = partition.user_ids, partition.offsets, train.file_rows[partition.rows]
+    dealt = np.repeat(np.array([numbers[user] for user in ids], np.int64), np.diff(offsets))
+    theirs = index.user_index[rows]
+    differ = np.flatnonzero(dealt != theirs)
+    if not len(differ):
+        return None
+    return index.user_ids[theirs[differ[0]]], index.user_ids[dealt[differ[0]]]
 
 
 def _found_classes(file: DataFile) -> list[str]:

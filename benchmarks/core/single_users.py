@@ -20,6 +20,7 @@ from benchmarks.core.experiment import Experiment
 from benchmarks.core.features import Inputs
 from dataset.arrays import IntArray
 from dataset.store.index import in_another_split
+from dataset.store.views import PARTITIONED, Split
 from pfl_ext.algorithms.own_images import Scores
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.schedule import longest_first
@@ -42,7 +43,8 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
     """
     partition, train = experiment.partition(), inputs.split("train")
     trained = set(train.user_ids if partition is None else partition.user_ids)
-    if experiment.protected().partition is None:  # images of val and test may be theirs, too
+    of_file = experiment.protected().partition is None
+    if of_file:  # images of val and test may be theirs, too
         trained |= {in_another_split(user, split) for user in tuple(trained) for split in ("val", "test")}
     found = {}
     for kind, splits in ORDER.items():
@@ -52,7 +54,10 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
             if name != "val" and name not in experiment.final_splits:
                 continue
             store = inputs.split(name)
-            users = _users(store, trained, kind == "seen")
+            # the users of another split are the file's: a client of the same name is somebody else
+            images = experiment.split(name)
+            carved = isinstance(images, Split) and images.file_split == PARTITIONED
+            users = _users(store, trained if of_file or carved else set(), kind == "seen")
             if len(users) > 1:
                 found[kind] = {"split": name, **_scored(store, users, model)}
                 break

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT, Fraction
@@ -59,7 +59,7 @@ class DevicesConfig:
 
     classes: Mapping[str, Any] | None = None
     """Speeds by name, each with share, ms_per_sample, kbps_up, kbps_down; none: there is no clock."""
-    sigma: NonNegativeFloat = 0.0
+    sigma: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Standard deviation of the logarithm of each speed within a class; the median is the class's speed."""
     capacities: str | None = None
     """CSV file client,ms_per_sample,kbps_up,kbps_down with each device's speeds, instead of classes."""

@@ -153,6 +153,22 @@ class Turnouts:
         self._starts = [0.0]
         self._last: tuple[int, Turnout] | None = None
 
+    def check_deadline(self) -> None:
+        """Raise ValueError, one line, if no user at all can meet the deadline."""
+        deadline, sizes = self._config.deadline_s, self._users.sizes
+        if deadline is None:
+            return
+        whole = self._users.sampling.num_steps(sizes)
+        users = np.flatnonzero(whole > 0)
+        steps = whole[users] if self._config.late == "drop" else np.ones(len(users), np.int64)
+        least = self._seconds(users, steps).min(initial=math.inf)
+        if deadline < least < math.inf:
+            work = "all of its steps" if self._config.late == "drop" else "one step"
+            raise ValueError(
+                f"devices.deadline_s is {deadline:g}, and the fastest user needs {least:.3g} s for {work} and "
+                "to send: raise it"
+            )
+
     def of(self, number: int) -> Turnout:
         """The turnout of a round; the times of the rounds before it are computed when first needed."""
         while len(self._starts) <= number:

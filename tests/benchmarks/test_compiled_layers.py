@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.core.config.trees import Tree
 from pfl_ext.engine.cpu.choice import chosen
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import RESNET18, Train
 from tests.benchmarks.moved import DRAWS, Scored, assert_as_near_as_rounding, inexact, watched
 from tests.benchmarks.run_files import results
 from tests.benchmarks.test_train import compiled_kernels
@@ -48,3 +50,13 @@ def test_compiled_layers_learn_what_torchs_learn(
         row = chosen(torch.bfloat16, kernels.feature)
         assert same == (row.autocast is None)
         assert half_results["arithmetic"].startswith("float32: " if same else "bfloat16: ")
+
+
+def test_a_network_whose_maps_are_too_small_for_bfloat16_is_trained_in_float32_and_says_so(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = [train(*RESNET18, f"--runtime.precision={p}", name=p) for p in ("bf16", "fp32")]
+    assert "resnet18 is trained in float32: torch's bfloat16 gradient of its layer4.0.conv1" in (
+        capsys.readouterr().err
+    )
+    assert results(trained[0])["model_sha256"] == results(trained[1])["model_sha256"]

@@ -29,7 +29,7 @@ from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, Direct, run_of, trajectory
 from tests.benchmarks.core.test_privacy_matrix import BOUND, CENTRAL, moved
 from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.run_files import last_checkpoint, lines, results, timeless
+from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results, timeless
 from tests.benchmarks.sparing import sparingly
 from tests.launching import command, run
 
@@ -150,8 +150,14 @@ def test_it_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
 SGD = ("--server.optimizer=sgd", "--server.learning_rate=1", "--server.momentum=0.5")
 
 
-def test_a_round_in_which_nobody_reports_changes_nothing_but_the_time(train: Train) -> None:
+def test_a_round_in_which_nobody_reports_changes_nothing_but_the_time(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of such rounds alone is refused."""
     argv = (*CLASSES_OF_RUN, "--devices.deadline_s=0.001", "--devices.late=drop", *SGD)
+    train(*argv, code=2)
+    assert "devices.deadline_s is 0.001, and the fastest user needs " in error_line(capsys)
+    monkeypatch.setattr(Turnouts, "check_deadline", lambda _: None)
     directory = train(*argv)
     first, second, third, _ = lines(directory)
     assert [line["virtual_seconds"] for line in (first, second, third)] == [0.001, 0.002, 0.003]

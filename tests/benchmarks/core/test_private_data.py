@@ -15,6 +15,7 @@ from benchmarks.core.privacy_statement import USERS, central_paragraph, local_pa
 from benchmarks.flair.report import collect, markdown
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
+from dataset.partitions.__main__ import main as write_partition
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import owner
 from pfl_ext.privacy.accounting import PrivacyConfig
@@ -56,11 +57,7 @@ def test_users_of_two_splits_are_not_protected(
 
 def test_clients_of_a_drawn_partition_are_other_owners(tmp_path: Path, photos: Path) -> None:
     """Their names are numbers, as users' names may be."""
-    places = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.*"))
-    lines = [f"{place},{number % 6},{CLASSES[number % 3]}" for number, place in enumerate(places)]
-    (tmp_path / "labels.csv").write_text("\n".join(["path,client,label", *lines]))
-    words = f"folder --images {photos} --labels {tmp_path / 'labels.csv'} {BY_USERS}"
-    file = convert(words, tmp_path / "numbers.hdf5")
+    file = numbered(photos, tmp_path)
     more = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
     private = (
         "--local_privacy.epsilon=4",
@@ -70,6 +67,54 @@ def test_clients_of_a_drawn_partition_are_other_owners(tmp_path: Path, photos: P
     where = (f"--data_path={file}", f"--run_dir={tmp_path / 'run'}", "--model.input_size=20")
     with sparingly(draw=False):
         assert run(main, (*more, *TWO_USERS, *private, *where)) == 0
+
+
+def numbered(photos: Path, folder: Path) -> Path:
+    """A file whose users are called 0 to 5, each in one split."""
+    places = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.*"))
+    lines = [f"{place},{number % 6},{CLASSES[number % 3]}" for number, place in enumerate(places)]
+    (folder / "labels.csv").write_text("\n".join(["path,client,label", *lines]))
+    words = f"folder --images {photos} --labels {folder / 'labels.csv'} {BY_USERS}"
+    return convert(words, folder / "numbers.hdf5")
+
+
+def test_they_are_strangers_to_users_of_the_file_with_the_same_names(tmp_path: Path, photos: Path) -> None:
+    file = numbered(photos, tmp_path)
+    words = (
+        *("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20"),
+        *("--data.partition=iid-clients-6-seed-0", "--data.scored=test", "--model.input_size=20"),
+        *(*TWO_USERS, f"--data_path={file}", f"--run_dir={tmp_path / 'run'}"),
+    )
+    with sparingly(draw=False):
+        assert run(main, words) == 0
+    clients = results(tmp_path / "run")["clients"]
+    with DataFile(file) as data:
+        assert {kind: part["users"] for kind, part in clients.items()} == {"new": data.split("test").num_users}
+
+
+def test_users_of_a_partition_have_their_own_images(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A partition called users that gives each user of the file another one's images protects nobody."""
+    file = numbered(photos, tmp_path)
+    with DataFile(file) as data:
+        train = data.split("train")
+        ids = [train.user_ids[user] for user in train.user_index]
+        following = dict(zip(train.user_ids, [*train.user_ids[1:], train.user_ids[0]]))
+        images = list(train.image_ids)
+    for name, owners in (("users-own", ids), ("users-next", [following[user] for user in ids])):
+        rows = [f"{image},{user}" for image, user in zip(images, owners)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["image_id,user_id", *rows]))
+        held = f"{file} --csv {tmp_path / f'{name}.csv'} --output_file {tmp_path / f'{name}.hdf5'}"
+        assert run(write_partition, held.split()) == 0
+    words = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
+    more = ("--local_privacy.epsilon=4", "--federated.weighting=users", "--model.input_size=20")
+    for name, code in (("users-own", 0), ("users-next", 2)):
+        data_words = (f"--data_path={tmp_path / f'{name}.hdf5'}", f"--data.partition={name}")
+        where = (*data_words, f"--run_dir={tmp_path / name}")
+        with sparingly(draw=False):
+            assert run(main, (*words, *TWO_USERS, *more, *where)) == code
+    assert "data.partition gives an image of user " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_they_count_as_seen_where_users_are_scored_by_themselves(by_images: Path, tmp_path: Path) -> None:

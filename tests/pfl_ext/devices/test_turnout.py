@@ -51,6 +51,18 @@ def test_seconds_are_those_of_fedscales_formula(tmp_path: Path) -> None:
     assert found == pytest.approx([3 * 32 * 5 * 10 / 1000 + (200 + 200) / 50, 9.6 + 0.5 + 2.0])
 
 
+@pytest.mark.parametrize("late", ["drop", "partial"])
+def test_a_deadline_that_nobody_meets_is_refused_and_one_that_somebody_meets_is_not(late: Any) -> None:
+    """The fastest user needs 0.42 s for all of its steps, and 0.24 s for one of them."""
+    for deadline, fits in ((0.05, False), (0.5, True)):
+        devices = turnouts(DevicesConfig(classes=CLASSES, deadline_s=deadline, late=late))
+        if fits:
+            devices.check_deadline()
+            continue
+        with pytest.raises(ValueError, match=r"^devices.deadline_s is 0\.05, and the fastest user needs 0\.\d+ s"):
+            devices.check_deadline()
+
+
 def test_classes_have_their_shares_and_speeds_spread_as_asked() -> None:
     names = [f"u{n}" for n in range(4000)]
     speeds = Fleet(DevicesConfig(classes=CLASSES), names, seed=1).speeds

@@ -1,0 +1,29 @@
+"""The arithmetic of local training that a run asks for and can have."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+
+from benchmarks.core.config.benchmark import AnyRun
+from pfl_ext.engine.cpu import tiny_maps
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.workers.distributed import is_main
+
+
+def precision_of(run: AnyRun, module: ImageClassifier) -> torch.dtype | None:
+    """The type of torch's autocast in training; None: float32, also for networks of `tiny_maps`."""
+    if run.runtime.precision != "bf16":
+        return None
+    tiny = tiny_maps.found_in(module) if get_default_device().type == "cpu" else None
+    if tiny is None:
+        return torch.bfloat16
+    if is_main():
+        print(
+            f"{run.config.model.arch} is trained in float32: torch's bfloat16 gradient of its {tiny}, where a "
+            "map has hardly a pixel, is wrong on a CPU; larger images (model.input_size) can be trained in bf16",
+            file=sys.stderr,
+        )
+    return None
