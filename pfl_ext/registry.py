@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from dataset.files import import_all
+from dataset.files import OWN, import_all
 
 Thing = TypeVar("Thing")
 Kept = TypeVar("Kept")
+
+
+def of_ones_own() -> str:
+    """What is said of an unknown name where the user names no files of their own."""
+    return "" if os.environ.get(OWN) else f"; if it is in a file of your own, set {OWN} to the file's name"
 
 
 class Registry(Generic[Thing]):
@@ -60,5 +66,5 @@ class Registry(Generic[Thing]):
             ValueError: when nothing has this name.
         """
         if name not in self.names():
-            raise ValueError(f"{self.key} is {name!r}: choose one of {', '.join(self.names())}")
+            raise ValueError(f"{self.key} is {name!r}: choose one of {', '.join(self.names())}{of_ones_own()}")
         return self._things[name]

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 import dataset.partitions.drawn
 import pfl_ext.algorithms
 import pfl_ext.models
-from benchmarks.core.config.digests import digest
-from benchmarks.core.facts import own_code
+from benchmarks.core.config.digests import digest, experiment_digest
+from benchmarks.core.own_code import own_code
 from benchmarks.flair.config import parse
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.space import command_words, read_sweep
@@ -245,6 +246,39 @@ def test_a_module_outside_the_tree_is_found_by_every_command_and_recorded(
         done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert results(tmp_path / "run")["own_code"] == {"mine": hashlib.sha256(OWN.encode()).hexdigest()}
+
+
+def test_an_edited_file_of_ones_own_is_another_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no seed of the same experiment either; a run that uses nothing of the file does not change."""
+    monkeypatch.setattr(NETWORKS, "_things", dict(NETWORKS._things))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    helper, own = tmp_path / "sides_of_mine.py", tmp_path / "net_of_mine.py"
+    helper.write_text("def inputs(side): return 3 * side**2\n")
+    text = OWN.replace("linear_of_mine", "net_of_mine").replace("3 * input_size**2", "inputs(input_size)")
+    own.write_text(f"from sides_of_mine import inputs\n{text}")
+    plain = parse(["--model.arch=lenet"]).config
+    monkeypatch.setenv("FL_IMPORT", "net_of_mine")
+    assert parse(["--model.arch=lenet"]).config == plain
+    words = ("--model.arch=net_of_mine", "--federated.num_rounds=1")
+    directory = train(*words)
+    before = parse(words).config
+    assert f"\nown_code: {before.own_code}\n" in (directory / "config.yaml").read_text()
+    assert list(results(directory)["own_code"]) == ["net_of_mine", "sides_of_mine"]
+    train(*words)
+    assert "this run had ended before" in capsys.readouterr().out
+    for file in (helper, own):
+        file.write_text(f"{file.read_text()}# another version\n")
+        train(*words, code=2)
+        now = parse(words).config
+        assert f"another config (own_code: {before.own_code} -> {now.own_code})" in error_line(capsys)
+        assert experiment_digest(asdict(now), type(now)) != experiment_digest(asdict(before), type(before))
+    for name in ("net_of_mine", "sides_of_mine"):
+        del sys.modules[name]
+    monkeypatch.delenv("FL_IMPORT")
+    assert parse(["--own_code=abc"]).config.own_code is None
 
 
 def test_a_module_of_ones_own_that_is_not_there_is_said_before_any_config(

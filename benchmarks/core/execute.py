@@ -28,13 +28,14 @@ from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.disk import check_disk
 from benchmarks.core.experiment import Experiment
-from benchmarks.core.facts import dataset_facts, hardware, own_code, start_facts
+from benchmarks.core.facts import dataset_facts, hardware, start_facts
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.memory import keep_freed_memory
 from benchmarks.core.network import network_words
 from benchmarks.core.private_data import check_private_data
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
+from benchmarks.core.own_code import own_code
 from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.secret import statement_path
 from benchmarks.core.single_users import scores_of_users

@@ -12,7 +12,6 @@ import torch
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.weights import weights_facts
-from dataset.files import file_digest, own_modules
 from dataset.store.hdf5 import DataFile
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.processor import processor_model
@@ -52,15 +51,3 @@ def hardware() -> str:
     """The processor and, if there is one, the GPU."""
     name = f"{len(os.sched_getaffinity(0))} x {processor_model()}"
     return name + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
-
-
-def own_code() -> dict[str, str]:
-    """The SHA-256 of each file of the user's `own_modules`, by module and by path in a package."""
-    found: dict[str, str] = {}
-    for module in own_modules():
-        for folder in map(Path, getattr(module, "__path__", ())):
-            paths = sorted(folder.rglob("*.py"))
-            found |= {f"{module.__name__}/{path.relative_to(folder)}": file_digest(path) for path in paths}
-        if not hasattr(module, "__path__") and getattr(module, "__file__", None):
-            found[module.__name__] = file_digest(Path(str(module.__file__)))
-    return found

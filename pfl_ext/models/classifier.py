@@ -37,6 +37,7 @@ from pfl_ext.models.small import NETWORKS, Configured
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, new_part, part_of_classes
 from pfl_ext.models.weights import load_weights, read_weights
+from pfl_ext.registry import of_ones_own
 from pfl_ext.tasks.task import Task
 
 
@@ -150,7 +151,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
     if arch not in known:
         near = difflib.get_close_matches(arch, known, 1)
         hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
-        raise ValueError(f"model.arch is {arch!r}, a network that is not known; {hint}")
+        raise ValueError(f"model.arch is {arch!r}, a network that is not known; {hint}{of_ones_own()}")
     shape = {"image_size": config.input_size} if arch.startswith("vit_") else {}
     try:
         return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))

@@ -23,6 +23,7 @@ from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.privacy_rules import PRIVACY
 from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
+from benchmarks.core.own_code import with_own_code
 from benchmarks.core.weights import with_traces, with_weights
 
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
@@ -203,7 +204,7 @@ class Benchmark(Generic[C_co]):
         if not of_a_run:
             self._refuse_idle_in(path, layers[0])
         resolved = with_traces(with_weights(self.resolved(config), paths["weights"]))
-        return dataclasses.replace(run, config=resolved)
+        return dataclasses.replace(run, config=with_own_code(resolved))
 
     def read(self, tree: Tree, where: str) -> C_co:
         """The resolved config in the ``config.yaml`` of a run of this or of an earlier version.

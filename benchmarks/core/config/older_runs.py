@@ -42,6 +42,7 @@ YOUNGER = {
     "privacy.mean_bound": 1.0,
     "privacy.square_bound": 1.0,
     "devices": None,
+    "own_code": None,
     "local.shuffle": True,
     "local.head_rate_factor": 1.0,
     "server.head_rate_factor": 1.0,

@@ -67,6 +67,7 @@ class ArguedAlgorithms(Rule):
 
 TABLE: Mapping[str, Rule] = {
     "setting": Rule("a name"),
+    "own_code": Rule("says which files are those that other keys name; each of these has its own row"),
     "mode": only("centralised training has no user updates to clip", "federated"),
     "seed": Rule("decides initialisation, crops and the order of images; with noise_seed=entropy no noise"),
     **each(OF_THE_DATA, "data", "image_size"),

@@ -294,6 +294,8 @@ class TrainingConfig:
     """Local differential privacy; none: no local privacy."""
     devices: DevicesConfig | None = None
     """The users' devices; none: every user does all its work, in no time."""
+    own_code: str | None = None
+    """Digest of your own files (FL_IMPORT) that the run is computed by, which is filled in."""
 
     @property
     def is_private(self) -> bool:
