@@ -33,9 +33,9 @@ from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.memory import keep_freed_memory
 from benchmarks.core.network import network_words
+from benchmarks.core.own_code import own_code
 from benchmarks.core.private_data import check_private_data
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
-from benchmarks.core.own_code import own_code
 from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.secret import statement_path
 from benchmarks.core.single_users import scores_of_users
@@ -49,6 +49,7 @@ from pfl_ext import checkpoint
 from pfl_ext.engine.card import ieee_float32
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
+from pfl_ext.models.dropout import LeftOut
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, merged
 from pfl_ext.workers.distributed import connected, current, from_main, is_main
 
@@ -227,6 +228,8 @@ def _train(
             f"{experiment.description()}) on {data_path}, device {get_default_device()}, into {files.path}",
             flush=True,
         )
+        if left_out := sum(isinstance(layer, LeftOut) for layer in module.modules()):
+            print(f"dropout of {config.model.arch} is left out (layers: {left_out}); --model.dropout true keeps it")
     inputs = inputs_of(experiment, module, data_path)
     files.begin()
     inputs = inputs.standardised(experiment, module, files)

@@ -23,6 +23,7 @@ from benchmarks.core.weights import check_classes, check_normalisation
 from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.fedir import weighted_task
+from pfl_ext.checkpoint import read_json
 from pfl_ext.data.federated_dataset import ImageStore, Partition
 from pfl_ext.data.normalisation import FIXED, scale_of
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
@@ -32,6 +33,30 @@ from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.task import Outputs, Task
 
 C = TypeVar("C", bound=TrainingConfig)
+
+
+def data_of(directory: Path) -> Path:
+    """The file that a run that has ended learnt from.
+
+    Raises:
+        ValueError: when the run has not ended.
+    """
+    results = directory / "results.json"
+    if not results.exists():
+        raise ValueError(f"--config {directory / 'config.yaml'} is of a run that has not ended: give --data_path")
+    return Path(str(read_json(results).get("dataset")))
+
+
+def check_data_of(directory: Path, path: Path) -> None:
+    """Refuse, in one line, a file that is not there or not what the run in ``directory`` learnt from."""
+    config = directory / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"--config {config} is of a run on {path}, which is not there: give --data_path")
+    with DataFile(path) as file:
+        if read_json(directory / "results.json").get("data_sha256") != file.fingerprint:
+            raise ValueError(
+                f"--config {config} is of a run on other data than {path} holds today: give --data_path"
+            )
 
 
 class Experiment(ABC, Generic[C]):
@@ -69,12 +94,20 @@ class Experiment(ABC, Generic[C]):
     def resolve_data(cls, argv: Sequence[str]) -> tuple[list[str], Path]:
         """The arguments and the file to train on; the mini data set, with its scale, where there is no other.
 
+        The config of a run brings the run's file.
+
         Raises:
-            ValueError: when a ``--data_path`` is given that does not exist.
+            ValueError: when a ``--data_path`` is given that does not exist, or a run's file is not there.
         """
         run = cls.benchmark.parse(argv)
         config, scales = run.config, cls.benchmark.scales
-        return cls.source(config).resolve(argv, run.data_path, scales, config.setting)
+        source = cls.source(config)
+        if run.data_path is None and run.origin is not None:
+            path = data_of(run.origin)
+            if path != source.mini:
+                check_data_of(run.origin, path)
+            return list(argv), path
+        return source.resolve(argv, run.data_path, scales, config.setting)
 
     @classmethod
     def ready_data(cls, run: Run[C], path: Path) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -153,7 +154,8 @@ class TensorBoardBackend:
         self.id = known_id or secrets.token_hex(4)
         unique = f".{time.time_ns()}"  # its names are of seconds: a run that goes on at once has another file
         self._writer = SummaryWriter(str(directory / "tensorboard"), filename_suffix=unique)
-        self.where = f"tensorboard --logdir {directory / 'tensorboard'}"
+        first = "" if find_spec("tensorboard") else " (after pip install tensorboard)"
+        self.where = f"tensorboard --logdir {directory / 'tensorboard'}{first}"
         self.last = math.inf
         if known_id is None:
             config = json.dumps({**asdict(run.config), "dataset": dataset}, indent=1)

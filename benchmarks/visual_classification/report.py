@@ -27,11 +27,15 @@ from benchmarks.reporting.folders import finished_runs
 from benchmarks.reporting.runs import RunRecord, by_experiment, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification import figures, paper
-from benchmarks.visual_classification.config import Config
+from benchmarks.visual_classification.config import VISION, Config
 from benchmarks.visual_classification.curves import Row, place, read_finished
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.store.index import meaning
+
+
+NAMED = "federated.algorithm"
+"""The key that a row's name has where it is not its setting's own."""
 
 
 def cells(row: Row, rounds: Sequence[int], batches: Sequence[int]) -> dict[str, str]:
@@ -106,17 +110,20 @@ def make_rows(runs: Sequence[RunRecord], centralised: Mapping[str, float]) -> li
     rows = []
     for seeds, tree in zip(groups, trees):
         rivals = [other for group, other in zip(groups, trees) if place(group[0]) == place(seeds[0])]
-        label = ", ".join([place(seeds[0])[0], *differences(tree, rivals)])
+        name = VISION.name_of(seeds[0].config) or place(seeds[0])[0]
+        label = ", ".join([name, *differences(tree, rivals)])
         reasons = paper.reasons_against(tree, seeds[0].outcome)
         rows.append(Row(label, seeds, centralised.get(seeds[0].data_key), reasons))
     return sorted(rows, key=lambda row: (row.name, row.partition, row.label))
 
 
 def differences(config: Tree, rivals: Sequence[Tree]) -> list[str]:
-    """``key value`` of each field in which experiments of the same setting and partition differ."""
+    """``key value`` of each field but `NAMED` in which experiments of the same setting and partition differ."""
     leaves, others = experiment(config, Config), [experiment(rival, Config) for rival in rivals]
     return [
-        f"{key} {value}" for key, value in leaves.items() if any(other.get(key) != value for other in others)
+        f"{key} {value}"
+        for key, value in leaves.items()
+        if key != NAMED and any(other.get(key) != value for other in others)
     ]
 
 

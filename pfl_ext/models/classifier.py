@@ -30,7 +30,7 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
 from pfl_ext.models.drawing import DrawFrom, initialise
-from pfl_ext.models.dropout import DROPPING, dropping, keyed, without_keys
+from pfl_ext.models.dropout import DROPPING, LeftOut, dropping, keyed, without_keys
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
@@ -104,7 +104,7 @@ def build_backbone(
         _replace(backbone.decoder, _BatchNorm, lambda bn: _group_norm(bn, config))
     _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
     number = itertools.count()
-    _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else nn.Identity())
+    _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else LeftOut())
     if config.dropout and next(number) == 0:
         raise ValueError(f"model.dropout is true, and {arch} has no dropout: leave it out")
     assert_no_live_batchnorm(backbone)

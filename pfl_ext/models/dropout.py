@@ -33,6 +33,10 @@ DROPPING = (nn.modules.dropout._DropoutNd, StochasticDepth)
 _FIRST, _SECOND, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB
 
 
+class LeftOut(nn.Identity):
+    """In the place of a layer of dropout that a run leaves out."""
+
+
 @contextlib.contextmanager
 def dropping(crops: Tensor | None) -> Iterator[None]:
     """In this context and thread, layers drop units by the keys in these crops; without keys, none.

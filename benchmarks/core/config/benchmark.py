@@ -45,6 +45,8 @@ class Run(Generic[C_co]):
     resume: Literal["auto", "never"] = "auto"
     benchmark: Benchmark[C_co] | None = None
     """The benchmark of the config; None where it was put together by hand and writes no run directory."""
+    origin: Path | None = None
+    """The run directory whose ``config.yaml`` the config is; None: it is of no run."""
 
     def __post_init__(self) -> None:
         check_privacy(self.config, self.runtime)
@@ -198,7 +200,8 @@ class Benchmark(Generic[C_co]):
         resume = plain["resume"] or "auto"
         if resume not in ("auto", "never"):
             raise ValueError(f"--resume is {resume!r}: choose auto or never")
-        run = Run(config, runtime, resume=resume, benchmark=self, **paths)  # type: ignore[arg-type]
+        origin = path.parent if of_a_run else None
+        run = Run(config, runtime, resume=resume, benchmark=self, origin=origin, **paths)  # type: ignore[arg-type]
         self.check(config)
         self._refuse_idle(config, runtime, layers[1][2], "--")
         if not of_a_run:

@@ -200,3 +200,12 @@ def test_a_run_without_internet_goes_on_with_its_network_when_there_is_internet(
         assert run(main, [*argv, "--model.arch=resnet18"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path / 'run'} holds a run of another config (model.arch: efficient")
+
+
+@pytest.mark.parametrize("arch, layers", [("squeezenet1_1", 1), ("lenet", 0)])
+def test_dropout_that_is_left_out_is_said(
+    arch: str, layers: int, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(f"--model.arch={arch}", "--federated.num_rounds=1")
+    line = f"dropout of {arch} is left out (layers: {layers}); --model.dropout true keeps it\n"
+    assert (line in capsys.readouterr().out) == bool(layers)

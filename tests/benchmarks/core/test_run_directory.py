@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from benchmarks.core.run_directory import directory_of
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main
 from dataset.cli import run
-from tests.benchmarks.conftest import SMALL
+from dataset.flair.mini import write_mini
+from tests.benchmarks.conftest import SMALL, TINY, Train
 from tests.benchmarks.made_runs import make_run
+from tests.benchmarks.run_files import error_line, results
 from tests.benchmarks.sparing import sparingly
 
 
@@ -52,3 +55,41 @@ def test_a_folder_names_another_algorithm_than_its_settings(
     (made / "config.yaml").write_text("no: [yaml")
     assert place(*scaffold) == "fl-r-17-scaffold-tiny-seed3", "FedAvg's folder is damaged, and not its own"
     assert place("--seed=3") == made.name, "where it is refused"
+
+
+def test_the_config_of_a_run_brings_the_runs_file(
+    train: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no mini set with a scale of its own where that file is gone."""
+    data = tmp_path / "own.hdf5"
+    data.write_bytes(mini_file.read_bytes())
+    first = train(f"--data_path={data}", "--model.dropout=true", "--model.arch=squeezenet1_1", name="first")
+    words = ["--config", str(first / "config.yaml")]
+
+    def again(*more: str, code: int = 0) -> str:
+        with sparingly():
+            assert run(main, [*words, *more, "--runtime.progress=false"]) == code
+        return capsys.readouterr().err
+
+    assert "is left out" not in capsys.readouterr().out
+    again(f"--run_dir={tmp_path / 'second'}")
+    assert results(tmp_path / "second") | {"wall_clock_s": 0} == results(first) | {"wall_clock_s": 0}
+    data.rename(tmp_path / "moved.hdf5")
+    assert f"is of a run on {data}, which is not there: give --data_path" in again("--seed=7", code=2)
+    again("--seed=7", f"--run_dir={tmp_path / 'third'}", f"--data_path={tmp_path / 'moved.hdf5'}")
+    write_mini(data, replace(TINY, train_users=9))
+    assert f"is of a run on other data than {data} holds today" in again("--seed=8", code=2)
+    (first / "results.json").unlink()
+    assert "is of a run that has not ended: give --data_path" in again("--seed=8", code=2)
+
+
+def test_what_is_said_of_a_longer_run_can_be_typed(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train()
+    train("--federated.num_rounds=4", code=2)
+    said = error_line(capsys)
+    words = re.search(r"--run_dir; (--.*) lets a new run begin with its model", said)
+    assert words is not None, said
+    train(*words[1].split(), "--federated.num_rounds=1", name="more")
+    assert results(tmp_path / "more")["weights"]["sha256"] == results(directory)["model_sha256"]

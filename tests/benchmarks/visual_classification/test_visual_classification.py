@@ -246,6 +246,17 @@ def test_rows_of_one_setting_are_told_apart_by_what_differs() -> None:
     assert report.differences(base, [base, {**base, "seed": 7}]) == []
 
 
+def test_a_row_names_an_algorithm_that_is_not_its_settings(tmp_path: Path) -> None:
+    made_run(tmp_path / "a", "cifar10-fedavg", 0, 40.0, "--federated.algorithm=qffl")
+    (alone,) = report.make_rows([read_finished(tmp_path / "a")], {})
+    assert alone.label == "cifar10-fedavg, algorithm qffl"
+    made_run(tmp_path / "b", "cifar10-fedavg", 0, 40.0, "--local.num_epochs=3")
+    rows = report.make_rows([read_finished(tmp_path / name) for name in "ab"], {})
+    assert rows[0].label.startswith("cifar10-fedavg, algorithm qffl, local.num_epochs 1")
+    assert rows[1].label.startswith("cifar10-fedavg, local.num_epochs 3")
+    assert not any("federated.algorithm" in row.label for row in rows)
+
+
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("setting: x\n")
     assert run_command(report.main, [str(tmp_path)]) == 2
