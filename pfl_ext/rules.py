@@ -71,6 +71,12 @@ class Rule:
     def __init__(self, proximal_weight: float = 0.0) -> None:
         self.proximal_weight = proximal_weight
 
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a ``loss``, which nothing would call."""
+        super().__init_subclass__()
+        if hasattr(cls, "loss"):
+            raise TypeError(f"{cls.__name__} has a loss, which is no part of a Rule: give it to Clients(loss=...)")
+
     @property
     def sends_update_alone(self) -> bool:
         """Whether a user sends only its update, without scaling."""

@@ -21,6 +21,7 @@ import pfl_ext.models
 from benchmarks.core.config.digests import digest, experiment_digest
 from benchmarks.core.own_code import own_code
 from benchmarks.flair.config import parse
+from benchmarks.predict import trained
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.space import command_words, read_sweep
 from dataset.partitions.drawn import drawn
@@ -30,10 +31,13 @@ from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.registry import Registry
+from pfl_ext.rules import Rule
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
+from tests.benchmarks.conftest import classes_file as classes_file
 from tests.benchmarks.conftest import mini_file as mini_file
 from tests.benchmarks.conftest import refused as refused
 from tests.benchmarks.conftest import train as train
+from tests.benchmarks.conftest import vision as vision
 from tests.benchmarks.run_files import error_line, lines, results
 from tests.benchmarks.sweep.test_space import written
 from tests.dataset.cifar10.made_cifar import CIFAR10, write_parquet
@@ -71,6 +75,30 @@ def test_a_new_algorithm_a_new_network_train_and_go_on(engine: str, dropped: Non
     plain = train(*argv[2:], "--server.optimizer=sgd", "--server.learning_rate=1", name="plain")
     assert results(plain)["model_sha256"] != results(whole)["model_sha256"]
     assert lines(plain)[1]["val"] == lines(whole)[1]["val"], "the first round has no momentum yet"
+
+
+def test_a_new_loss_of_users_trains_and_goes_on(dropped: None, vision: Train, tmp_path: Path) -> None:
+    """Without its term it is FedAvg; with it the outputs have more entropy."""
+    argv = ("--federated.algorithm=confident", "--model.arch=lenet", "--local.num_epochs=3")
+    beta = "--federated.options.beta"
+    whole, _ = killed_and_resumed(vision, 1, *argv, f"{beta}=2")
+    none, plain = vision(*argv, f"{beta}=0", name="none"), vision(*argv[1:], name="plain")
+    for ours, theirs in zip(lines(none), lines(plain), strict=True):
+        assert ours["tracked"]["loss"] == pytest.approx(theirs["tracked"]["loss"], rel=1e-4)
+        assert ours.get("train_loss") == pytest.approx(theirs.get("train_loss"), rel=1e-4)
+    assert lines(whole)[0]["train_loss"] < lines(none)[0]["train_loss"] - 1, "2 times the entropy is taken off"
+    pixels = torch.randint(0, 256, (64, 20, 20, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    entropy = []
+    for directory in (none, whole):
+        with torch.no_grad():
+            logs = trained(directory).network(pixels).log_softmax(1)
+        entropy.append(float(-(logs.exp() * logs).sum(1).mean()))
+    assert entropy[1] > entropy[0]
+
+
+def test_a_rule_with_a_loss_that_nothing_would_call_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^Own has a loss, which is no part of a Rule"):
+        type("Own", (Rule,), {"loss": len})
 
 
 def test_a_new_server_optimizer_trains_and_says_which_keys_it_reads(
@@ -136,7 +164,7 @@ def test_the_option_of_a_new_server_optimizer_is_in_private_configs_and_sweeps(
         ([NEW[0], "--federated.options.beta=2"], "federated.options.beta is '2': "),
         (
             ["--federated.algorithm=slomo"],
-            "choose one of ditto, dsgd, fed3r, fedavg, fedbn, ",
+            "choose one of confident, ditto, dsgd, fed3r, fedavg, fedbn, ",
         ),
         (["--server.optimizer=amsgrat"], "server.optimizer is 'amsgrat': choose one of adagrad, adam, ams"),
         (["--model.arch=leaf_cmn"], "did you mean leaf_cnn?"),

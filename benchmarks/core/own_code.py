@@ -23,7 +23,7 @@ from pfl_ext.models.small import NETWORKS
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 DIGITS = 12
-"""Of the SHA-256 that a config holds."""
+"""How much of the SHA-256 a config holds."""
 
 
 def own_code() -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,9 +22,11 @@ from torch import Tensor
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.fedavg import FedAvg
+from pfl_ext.algorithms.personal_steps import InPhases, Phase
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.user_images import UserImages
-from pfl_ext.models.classifier import RATE_FACTOR
+from pfl_ext.engine.cpu.twin import CompiledTwin
+from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.privacy.central import is_private
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse
 from pfl_ext.workers.distributed import apart, begin_work, current
@@ -45,19 +47,56 @@ class Trainer(Protocol):
         ...
 
 
+UserLoss = Callable[[ImageClassifier, Weights, Tensor, Tensor, Tensor], Tensor]
+"""Computes the scalar that a user's step lowers, from the network, the weights from which the user started,
+and a batch's images, targets and crops, as `ImageClassifier.loss` takes them."""
+
+
+class WithLoss:
+    """FedAvg's local training with another loss, in pfl's loop: the engine cannot make these steps."""
+
+    refusals: Refusals = PRIVACY_NOT_ARGUED
+
+    def __init__(self, context: RunContext, loss: UserLoss) -> None:
+        self._loss, self._steps = loss, InPhases(CompiledTwin(context.model, context.kernels))
+
+    def simulate_one_user(
+        self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """See `Trainer`."""
+        module = model.pytorch_model
+        received = {name: p.detach().clone() for name, p in model.variable_map.items()}
+
+        def loss(*batch: Tensor) -> Tensor:
+            noted = len(module.noted or ())
+            value = self._loss(module, received, *batch)
+            if module.noted is not None and len(module.noted) == noted:  # it did not go by `module.loss`
+                module.noted.append((value.detach().clone(), len(batch[0])))
+            return value
+
+        self._steps.phases = [Phase(received, loss=loss)]
+        return self._steps.simulate_one_user(model, user_dataset, central_context)
+
+
 class Clients:
     """The users of a run.
 
     Args:
         context: the run's.
         trainer: trains one user, and declares its ``refusals``; None: FedAvg's local training.
+        loss: what users' steps lower in place of the task's loss, with FedAvg's local training otherwise.
 
     Raises:
         ValueError: in a private run, since a mechanism bounds only one sum of updates in each round.
     """
 
-    def __init__(self, context: RunContext, trainer: Trainer | None = None) -> None:
+    def __init__(
+        self, context: RunContext, trainer: Trainer | None = None, loss: UserLoss | None = None
+    ) -> None:
+        assert trainer is None or loss is None
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, context.postprocessors)))
+        if loss is not None:
+            trainer = WithLoss(context, loss)
         self._context, self._algorithm = context, FedAvg() if trainer is None else trainer
         self._backend = context.backend()
 
