@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from benchmarks.core.config.sections import TrainingConfig
 from dataset.files import OWN, file_digest, own_modules
-from dataset.partitions.drawn import drawers, read_name
+from dataset.partitions.drawn import drawers, name_for, read_name
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.models.small import NETWORKS
 
@@ -62,7 +62,7 @@ def _things(config: TrainingConfig) -> Iterator[Any]:
     yield SERVER_OPTIMIZERS[config.server.optimizer].build
     for section in (config.federated, config.compression, config.aggregation, config.attack):
         yield section.chosen
-    recipe = read_name(getattr(config.data, "partition", None) or "")
+    recipe = read_name(name_for(getattr(config.data, "partition", None) or "", config.seed))
     if recipe is not None:
         yield drawers()[recipe.kind]
 

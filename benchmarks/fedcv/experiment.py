@@ -24,6 +24,7 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.arrays import Float32Array, IntArray
 from dataset.files import write_json
 from dataset.flair.mini import VERSION, MiniSpec
+from dataset.partitions.drawn import name_for
 from dataset.store.annotated_view import AnnotatedView
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
@@ -70,9 +71,10 @@ class OfAnnotatedImages(Experiment[C]):
         cache = int(run.runtime.cache_gb * 1e9)
         if self.followed == "val" and CARVED not in file.splits and not data.val_share:
             raise ValueError(f"{file.path} has no val split, and data.val_share is 0: {self.without_val}")
-        dealt = drawn_partition(file, data.partition, data.taxonomy)
+        partition = data.partition and name_for(data.partition, run.config.seed)
+        dealt = drawn_partition(file, partition, data.taxonomy)
         self.view = self.view_of(
-            file, data.partition, data.taxonomy, data.image_size, cache, data.val_share, dealt
+            file, partition, data.taxonomy, data.image_size, cache, data.val_share, dealt
         )
 
     @classmethod

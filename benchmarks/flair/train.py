@@ -31,6 +31,7 @@ from benchmarks.flair import results as flair_results
 from benchmarks.flair.config import FLAIR, Config, Run
 from benchmarks.flair.results import SPLIT
 from dataset.cli import run as run_command
+from dataset.partitions.drawn import name_for
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.algorithms.per_user import users_with
@@ -93,12 +94,12 @@ class Flair(Experiment[Config]):
             return None
         if data.partition == "iid":
             return iid_partition(train, self.config.seed)
-        dealt = dealt_sets(self.file, data.partition, data.taxonomy)
+        dealt = dealt_sets(self.file, name_for(data.partition, self.config.seed), data.taxonomy)
         return Partition(dealt.user_ids, dealt.rows, dealt.offsets)
 
     def protected(self) -> ProtectedUnit:
         """Real users, or the clients of a partition."""
-        name = self.config.data.partition
+        name = name_for(self.config.data.partition, self.config.seed)
         return ProtectedUnit(None if name.startswith("user") else name)
 
     def check(self) -> None:

@@ -28,6 +28,7 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
+from dataset.partitions.drawn import name_for
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
@@ -46,8 +47,9 @@ class VisualClassification(Experiment[Config]):
         super().__init__(run, file)
         data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
         share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
-        dealt = drawn_partition(file, data.partition, data.taxonomy)
-        self.task = SingleLabelView(file, data.partition, data.taxonomy, data.image_size, cache, share, dealt)
+        partition = data.partition and name_for(data.partition, run.config.seed)
+        dealt = drawn_partition(file, partition, data.taxonomy)
+        self.task = SingleLabelView(file, partition, data.taxonomy, data.image_size, cache, share, dealt)
         if data.scored == "test":
             self.final_splits, self.followed = ("test",), "tracked"
 

@@ -62,6 +62,8 @@ MAX_NUMBER = 1e100
 _DRAWERS: dict[str, Drawer] = {}
 _WITHOUT_NUMBER: set[str] = set()
 _OF_ANY: set[str] = set()
+SEED_OF_RUN = "-seed-run"
+"""How the name of a partition ends whose seed is the run's."""
 _WHOLE_NAME = re.compile(r"([a-z-]+?)(?:-([0-9][0-9.e+-]*))?-clients-([0-9]{1,9})-seed-([0-9]{1,19})")
 
 
@@ -124,6 +126,16 @@ class Recipe:
     def name(self) -> str:
         """``lda-0.5-clients-10-seed-42``; `read_name` reads it."""
         return partition_name(self.kind, self.number, self.seed, self.num_clients)
+
+
+def name_for(name: str, seed: int) -> str:
+    """``lda-1-clients-10-seed-3`` for ``lda-1-clients-10-seed-run`` in a run of seed 3; other names as they are.
+
+    So each seed of an experiment has clients of its own, and their runs differ by their seed alone.
+    """
+    if not name.endswith(SEED_OF_RUN):
+        return name
+    return f"{name.removesuffix(SEED_OF_RUN)}-seed-{seed}"
 
 
 def read_name(name: str) -> Recipe | None:
