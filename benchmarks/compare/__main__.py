@@ -1,14 +1,15 @@
 """Any runs of any benchmark side by side, in one page.
 
     python -m benchmarks.compare RUN_DIR... [--output_dir D] [--target 50]
-                                 [--columns data.partition [--rows server.momentum ...]]
+                                 [--columns data.partition [--rows server.momentum ...]] [--names N.yaml]
 
 Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
-needs nothing but itself; compare.png with its charts, and charts/ with each as PNG and SVG; compare.csv with
+needs nothing but itself; compare.png with its charts, and charts/ with each as PNG, SVG and PDF; compare.csv with
 each number of each run; table.tex, a table for a paper. With --columns KEY also a table with a column for
 each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings with
-all their other keys, or with the values of the keys after --rows.
+all their other keys, or with the values of the keys after --rows. N.yaml holds a name for each label that is
+to have another one, as a line "label: name"; groups come in its order.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.compare import charts, tables
+from benchmarks.compare import charts, groups, tables
 from benchmarks.compare.crossed import Crossed, crossed
+from benchmarks.compare.crossed import named as crossed_named
 from benchmarks.compare.groups import Comparison
 from benchmarks.compare.latex import latex, latex_crossed
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
+from benchmarks.core.config.trees import read_yaml
 from dataset import pages
 from dataset.cli import output_folder
 from dataset.cli import run as run_command
@@ -113,6 +116,25 @@ def intro(comparison: Comparison) -> Html:
     return join([text, "Made by ", tag("code", "python -m benchmarks.compare"), "."])
 
 
+def _named(
+    comparison: Comparison, crossing: Crossed | None, path: Path
+) -> tuple[Comparison, Crossed | None]:
+    """Both by the names in a file.
+
+    Raises:
+        ValueError: when it cannot be read, or holds a label that there is not.
+    """
+    names = {str(label): name for label, name in read_yaml(path).items()}
+    if bad := [label for label, name in names.items() if not (isinstance(name, str) and name.strip())]:
+        raise ValueError(f"--names {path}: the name of {bad[0]!r} is no text; put it in quotes")
+    labels = [group.label for group in comparison.groups]
+    labels += [] if crossing is None else [*crossing.rows, *crossing.columns]
+    if unknown := [label for label in names if label not in labels]:
+        known = "; ".join(dict.fromkeys(labels))
+        raise ValueError(f"--names {path}: nothing is called {unknown[0]!r}; there are {known}")
+    return groups.named(comparison, names), crossing and crossed_named(crossing, names)
+
+
 def main(argv: Sequence[str]) -> None:
     """Read, draw, write."""
     parser = command_parser("compare", __doc__)
@@ -121,6 +143,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--target", type=float, help="a score in percent: when did each group reach it?")
     parser.add_argument("--columns", metavar="KEY", help="a key: a table with a column for each value")
     parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="keys that make its rows")
+    parser.add_argument("--names", type=Path, metavar="YAML", help="names in place of labels, and their order")
     options = parser.read(argv)
     if options.target is not None and not 0 <= options.target <= 100:
         raise ValueError(f"--target is {options.target:g}: give a percentage from 0 to 100")
@@ -129,6 +152,8 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError("--rows has no effect without --columns")
     comparison = compare(options.run_dirs)
     crossing = None if options.columns is None else crossed(comparison, options.columns, options.rows)
+    if options.names is not None:
+        comparison, crossing = _named(comparison, crossing, options.names)
     found = charts.charts(comparison)
     written = [folder / "compare.html", folder / "compare.csv", folder / "table.tex"]
     pages.write(written[0], _page(comparison, found, options.target, crossing))
@@ -142,7 +167,8 @@ def main(argv: Sequence[str]) -> None:
         labels = [group.label for group in comparison.groups]
         charts.png(found, labels, folder / "compare.png")
         fresh = {path for chart in found for path in charts.single(chart, labels, folder / "charts")}
-        for old in {*(folder / "charts").glob("*.png"), *(folder / "charts").glob("*.svg")} - fresh:
+        kinds = ("png", "svg", "pdf")
+        for old in {path for kind in kinds for path in (folder / "charts").glob(f"*.{kind}")} - fresh:
             old.unlink()  # of another comparison
         written += [folder / "compare.png", folder / "charts"]
     for line in comparison.left_out:

@@ -148,6 +148,10 @@ def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:
     ]
 
 
+STEPS = ("rounds", "epochs", "rounds or epochs", "epochs or rounds")
+"""What `units` may say: there is no half of one."""
+
+
 def units(groups: Sequence[Group]) -> str:
     """What the steps of these groups are: ``rounds``, ``epochs``, or both."""
     return " or ".join(dict.fromkeys(f"{group.runs[0].config.unit}s" for group in groups))
@@ -178,7 +182,7 @@ def draw(axes: Axes, chart: Chart, labels: Sequence[str] | None, colours: Sequen
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x_label in STEPS))
     axes.grid(color=line_colour, linewidth=0.6, alpha=0.45)
     axes.tick_params(colors=ink, which="both", labelsize=9)
     for side, edge in axes.spines.items():
@@ -266,14 +270,17 @@ def png(found: Sequence[Chart], labels: Sequence[str], path: Path) -> None:
     save(figure, path)
 
 
-def single(chart: Chart, labels: Sequence[str], folder: Path) -> tuple[Path, Path]:
-    """Draw a chart by itself, as PNG and SVG that are named after its title; their paths."""
+def single(chart: Chart, labels: Sequence[str], folder: Path) -> list[Path]:
+    """Draw a chart by itself, as PNG and SVG, and without its title as PDF for a paper; their paths."""
     figure = Figure(figsize=(WIDE, HIGH + 0.4), layout="constrained")
-    _titled(figure.subplots(), chart, labels)
+    axes = figure.subplots()
+    _titled(axes, chart, labels)
     legend_below(figure, 1)
     name = re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-")
-    save_both(figure, folder / name)
-    return folder / f"{name}.png", folder / f"{name}.svg"
+    paths = [*save_both(figure, folder / name), folder / f"{name}.pdf"]
+    axes.set_title("", loc="left")
+    save(figure, paths[-1])
+    return paths
 
 
 def _titled(axes: Axes, chart: Chart, labels: Sequence[str]) -> None:

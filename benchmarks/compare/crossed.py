@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.compare.groups import Comparison, Group, telling_keys, values_in_words
+from benchmarks.compare.groups import Comparison, Group, refuse_doubles, telling_keys, values_in_words
 from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.core.config.trees import Tree, as_word
 
@@ -98,6 +98,18 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
     if any(len({run.data_key for each in of_row for run in each.finished}) > 1 for of_row in inside):
         besides.append("the data")
     return Crossed(key, tuple(columns), tuple(_labels(rows)), cells, tuple(besides))
+
+
+def named(crossing: Crossed, names: Mapping[str, str]) -> Crossed:
+    """The rows and columns by these names instead of their labels.
+
+    Raises:
+        ValueError: when two rows or two columns would have one name.
+    """
+    rows, columns = (tuple(names.get(label, label) for label in each) for each in (crossing.rows, crossing.columns))
+    for labels in (rows, columns):
+        refuse_doubles(labels)
+    return replace(crossing, rows=rows, columns=columns)
 
 
 def _name(group: Group, key: str) -> str:

@@ -158,3 +158,22 @@ def telling_keys(tree: Tree, rivals: Sequence[Tree]) -> list[str]:
         found.append(best)
         left = [other for other in left if other.get(best) == tree.get(best)]
     return found
+
+
+def named(comparison: Comparison, names: Mapping[str, str]) -> Comparison:
+    """The groups by these names instead of their labels, those that have one first, in the names' order.
+
+    Raises:
+        ValueError: when two groups would have one name.
+    """
+    order = {label: place for place, label in enumerate(names)}
+    groups = sorted(comparison.groups, key=lambda group: order.get(group.label, len(order)))
+    found = [dataclasses.replace(group, label=names.get(group.label, group.label)) for group in groups]
+    refuse_doubles([group.label for group in found])
+    return dataclasses.replace(comparison, groups=tuple(found))
+
+
+def refuse_doubles(labels: Sequence[str]) -> None:
+    """Raise ValueError when two things would have one name."""
+    if several := [label for label, count in Counter(labels).items() if count > 1]:
+        raise ValueError(f"--names gives {several[0]!r} to two of them: give each a name of its own")

@@ -68,11 +68,12 @@ def legend_below(figure: Figure, columns: int = 3) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of the path's suffix: ``.png`` or ``.svg``."""
+    """Write a figure in the format of the path's suffix: ``.png``, ``.svg`` or ``.pdf``, without a date."""
     buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": path.name}):  # the same ids in the same figure
         kind = path.suffix.removeprefix(".")
-        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        figure.savefig(buffer, format=kind, dpi=150, metadata=dates.get(kind))
     write_bytes(path, buffer.getvalue())
 
 

@@ -364,7 +364,7 @@ def test_the_page_is_the_same_every_time_and_bounded(
     command = f"% made by: python -m benchmarks.compare {folder} --output_dir={tmp_path}\n"
     assert command in (tmp_path / "table.tex").read_text()
     titles = page.source.count("<figcaption")
-    for suffix in ("png", "svg"):
+    for suffix in ("png", "svg", "pdf"):
         assert len(list((out / "charts").glob(f"*.{suffix}"))) == titles > 9
     assert (out / "charts" / "c-ap-exact-on-val-over-bytes.svg").is_file()
 

@@ -144,3 +144,39 @@ def test_runs_that_have_not_ended_have_no_numbers(tmp_path: Path) -> None:
     rows, text = table_of(tmp_path, *BY_RATE)
     assert rows[1][1:] == ["--"]
     assert "No run has ended." in text
+
+
+def test_names_take_the_place_of_labels_everywhere_and_order_the_groups(runs: Path, tmp_path: Path) -> None:
+    names = tmp_path / "names.yaml"
+    names.write_text("FL-R-17, algorithm scaffold: SCAFFOLD\nFL-R-17: FedAvg\n10.0: ten\n")
+    page, text, _ = written(tmp_path, str(runs), *BY_RATE, "--names", str(names))
+    first = re.findall(r"\\begin\{table\}.*?\\end\{table\}", text, re.DOTALL)[0]
+    heads, *rows = rows_of(first)
+    assert heads[1:] == ["0.05", "0.5", "ten"]
+    assert [row[0] for row in rows] == ["FedAvg", "SCAFFOLD"]
+    assert "algorithm scaffold" not in page.split("<h2")[2]
+    alone = ("FL-R-17, algorithm scaffold, learning_rate 10.0", "FL-R-17, learning_rate 0.5")
+    names.write_text(f"{alone[0]}: SCAFFOLD at 10\n{alone[1]}: FedAvg at a half\n")
+    _, _, lines = written(tmp_path, str(runs), *BY_RATE, "--names", str(names))
+    groups = list(dict.fromkeys(line["group"] for line in lines))
+    assert groups[:2] == ["SCAFFOLD at 10", "FedAvg at a half"]
+    assert len(groups) == 6
+    table = (tmp_path / "out" / "table.tex").read_text()
+    assert table.index("SCAFFOLD at 10") < table.index("FedAvg at a half") < table.index("FL-R-17")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fedavg: FedAvg", "nothing is called 'fedavg'; there are FL-R-17, "),
+        ("FL-R-17: FedAvg\nFL-R-17, algorithm scaffold: FedAvg", "gives 'FedAvg' to two of them"),
+        ("FL-R-17: [a, b]", "the name of 'FL-R-17' is no text"),
+        ("FL-R-17: ''", "the name of 'FL-R-17' is no text"),
+        ("[", "is not readable YAML"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(text: str, message: str, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "names.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        written(tmp_path, str(runs), *BY_RATE, "--names", str(tmp_path / "names.yaml"))
+    assert not (tmp_path / "out" / "compare.html").exists()
