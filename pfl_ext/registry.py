@@ -66,5 +66,7 @@ class Registry(Generic[Thing]):
             ValueError: when nothing has this name.
         """
         if name not in self.names():
-            raise ValueError(f"{self.key} is {name!r}: choose one of {', '.join(self.names())}{of_ones_own()}")
+            raise ValueError(
+                f"{self.key} is {name!r}: choose one of {', '.join(self.names())}{of_ones_own()}"
+            )
         return self._things[name]

@@ -75,7 +75,9 @@ class Rule:
         """Raise TypeError for a ``loss``, which nothing would call."""
         super().__init_subclass__()
         if hasattr(cls, "loss"):
-            raise TypeError(f"{cls.__name__} has a loss, which is no part of a Rule: give it to Clients(loss=...)")
+            raise TypeError(
+                f"{cls.__name__} has a loss, which is no part of a Rule: give it to Clients(loss=...)"
+            )
 
     @property
     def sends_update_alone(self) -> bool:

@@ -86,8 +86,12 @@ def test_a_new_loss_of_users_trains_and_goes_on(dropped: None, vision: Train, tm
     for ours, theirs in zip(lines(none), lines(plain), strict=True):
         assert ours["tracked"]["loss"] == pytest.approx(theirs["tracked"]["loss"], rel=1e-4)
         assert ours.get("train_loss") == pytest.approx(theirs.get("train_loss"), rel=1e-4)
-    assert lines(whole)[0]["train_loss"] < lines(none)[0]["train_loss"] - 1, "2 times the entropy is taken off"
-    pixels = torch.randint(0, 256, (64, 20, 20, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert lines(whole)[0]["train_loss"] < lines(none)[0]["train_loss"] - 1, (
+        "2 times the entropy is taken off"
+    )
+    pixels = torch.randint(0, 256, (64, 20, 20, 3), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint8
+    )
     entropy = []
     for directory in (none, whole):
         with torch.no_grad():

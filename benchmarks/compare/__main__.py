@@ -5,11 +5,11 @@
 
 Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
-needs nothing but itself; compare.png with its charts, and charts/ with each as PNG, SVG and PDF; compare.csv with
-each number of each run; table.tex, a table for a paper. With --columns KEY also a table with a column for
-each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings with
-all their other keys, or with the values of the keys after --rows. N.yaml holds a name for each label that is
-to have another one, as a line "label: name"; groups come in its order.
+needs nothing but itself; compare.png with its charts, and charts/ with each as PNG, SVG and PDF; compare.csv
+with each number of each run; table.tex, a table for a paper. With --columns KEY also a table with a column
+for each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings
+with all their other keys, or with the values of the keys after --rows. N.yaml holds lines "label: name", for
+labels that are to have another name; groups come in its order.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def intro(comparison: Comparison) -> Html:
     return join([text, "Made by ", tag("code", "python -m benchmarks.compare"), "."])
 
 
-def _named(
-    comparison: Comparison, crossing: Crossed | None, path: Path
-) -> tuple[Comparison, Crossed | None]:
+def _named(comparison: Comparison, crossing: Crossed | None, path: Path) -> tuple[Comparison, Crossed | None]:
     """Both by the names in a file.
 
     Raises:
@@ -143,7 +141,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--target", type=float, help="a score in percent: when did each group reach it?")
     parser.add_argument("--columns", metavar="KEY", help="a key: a table with a column for each value")
     parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="keys that make its rows")
-    parser.add_argument("--names", type=Path, metavar="YAML", help="names in place of labels, and their order")
+    parser.add_argument(
+        "--names", type=Path, metavar="YAML", help="names in place of labels, and their order"
+    )
     options = parser.read(argv)
     if options.target is not None and not 0 <= options.target <= 100:
         raise ValueError(f"--target is {options.target:g}: give a percentage from 0 to 100")

@@ -106,7 +106,9 @@ def named(crossing: Crossed, names: Mapping[str, str]) -> Crossed:
     Raises:
         ValueError: when two rows or two columns would have one name.
     """
-    rows, columns = (tuple(names.get(label, label) for label in each) for each in (crossing.rows, crossing.columns))
+    rows, columns = (
+        tuple(names.get(label, label) for label in each) for each in (crossing.rows, crossing.columns)
+    )
     for labels in (rows, columns):
         refuse_doubles(labels)
     return replace(crossing, rows=rows, columns=columns)

@@ -229,7 +229,10 @@ def _train(
             flush=True,
         )
         if left_out := sum(isinstance(layer, LeftOut) for layer in module.modules()):
-            print(f"dropout of {config.model.arch} is left out (layers: {left_out}); --model.dropout true keeps it")
+            print(
+                f"dropout of {config.model.arch} is left out (layers: {left_out}); --model.dropout true "
+                "keeps it"
+            )
     inputs = inputs_of(experiment, module, data_path)
     files.begin()
     inputs = inputs.standardised(experiment, module, files)

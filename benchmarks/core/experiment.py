@@ -43,7 +43,9 @@ def data_of(directory: Path) -> Path:
     """
     results = directory / "results.json"
     if not results.exists():
-        raise ValueError(f"--config {directory / 'config.yaml'} is of a run that has not ended: give --data_path")
+        raise ValueError(
+            f"--config {directory / 'config.yaml'} is of a run that has not ended: give --data_path"
+        )
     return Path(str(read_json(results).get("dataset")))
 
 

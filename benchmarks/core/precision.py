@@ -22,8 +22,8 @@ def precision_of(run: AnyRun, module: ImageClassifier) -> torch.dtype | None:
         return torch.bfloat16
     if is_main():
         print(
-            f"{run.config.model.arch} is trained in float32: torch's bfloat16 gradient of its {tiny}, where a "
-            "map has hardly a pixel, is wrong on a CPU; larger images (model.input_size) can be trained in bf16",
+            f"{run.config.model.arch} is trained in float32: torch's bfloat16 gradient of its {tiny}, where "
+            "a map has hardly a pixel, is wrong on a CPU; bf16 needs larger images (model.input_size)",
             file=sys.stderr,
         )
     return None

@@ -118,7 +118,9 @@ class RunDirectory:
             model, more = self.path / "model.safetensors", ""
             if model.exists() and any(change.startswith(LENGTHS) for change in changed):
                 switch = "" if self.run.config.model.pretrained else "--model.pretrained true "
-                more = f"; {switch}--weights {model} --model.keep_head true lets a new run begin with its model"
+                more = (
+                    f"; {switch}--weights {model} --model.keep_head true lets a new run begin with its model"
+                )
             raise ValueError(
                 f"{self.path} holds a run of another config ({'; '.join(changed)}): choose another "
                 f"--run_dir{more}"

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -316,6 +317,38 @@ class LocalSweep:
         text, stem = self._write(rows), self.directory / "plots" / "parallel_coordinates"
         drawn = parallel_coordinates(rows, self.sweep, self.sweep.name or self.directory.name, stem)
         print(f"\n{text}\n")
+        if (again := self._again(rows)) is not None:
+            print(f"the best trial again, by another seed and scored on test:\n  {again}\n")
         print(
             f"sweep directory: {self.directory} (table.md, table.csv{', plots/' if drawn else ''}, trials/)"
         )
+
+    def _again(self, rows: Sequence[Row]) -> str | None:
+        """The command that trains with the config of the best trial that has finished, if there is one."""
+        sign = -1 if self.sweep.ranking.goal == "maximize" else 1
+        scored = [
+            (sign * row.score, row.number, row)
+            for row in rows
+            if row.status == "finished" and row.score is not None
+        ]
+        if not scored:
+            return None
+        *_, best = min(scored, key=lambda each: each[:2])
+        benchmark = self.sweep.experiment.benchmark
+        path = self.directory / best.run_dir / "config.yaml"
+        if not path.exists():
+            return None
+        words = ["--config", str(path)]
+        config = benchmark.parse(words).config
+        if config.is_private:  # a given seed would publish the noise
+            return None
+        if getattr(config.data, "scored", "test") == "val":  # of the images of val that are training images
+            default = benchmark.default_config
+            words += ["--data.scored", "test"]
+            if config.data.val_share != default.data.val_share:
+                words += ["--data.val_share", f"{default.data.val_share:g}"]
+            if config.evaluation.best_by != "last":
+                words += ["--evaluation.best_by", "last"]
+        words += ["--seed", str(config.seed + 1)]
+        benchmark.parse(words)
+        return shlex.join(["python", "-m", self.sweep.program_module, *words])

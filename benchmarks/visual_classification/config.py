@@ -29,7 +29,7 @@ class DataConfig(ImageConfig):
     dataset: str = "cifar10"
     """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
-    """One of the file's, or drawn: lda-0.5-clients-10-seed-0, or -seed-run for its own; none: file's users."""
+    """One of the file's, or drawn: lda-0.5-clients-10-seed-0, -seed-run for the run's; none: the users."""
     taxonomy: str = "labels"
     """Labels to learn, of images that have one; fine_grained_labels, where a file has them."""
     scored: Literal["test", "val"] = "test"

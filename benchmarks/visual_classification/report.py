@@ -33,7 +33,6 @@ from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.store.index import meaning
 
-
 NAMED = "federated.algorithm"
 """The key that a row's name has where it is not its setting's own."""
 
@@ -118,7 +117,7 @@ def make_rows(runs: Sequence[RunRecord], centralised: Mapping[str, float]) -> li
 
 
 def differences(config: Tree, rivals: Sequence[Tree]) -> list[str]:
-    """``key value`` of each field but `NAMED` in which experiments of the same setting and partition differ."""
+    """``key value`` of each field but `NAMED` in which experiments of one setting and partition differ."""
     leaves, others = experiment(config, Config), [experiment(rival, Config) for rival in rivals]
     return [
         f"{key} {value}"

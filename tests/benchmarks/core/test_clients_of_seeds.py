@@ -30,7 +30,9 @@ def test_seeds_with_clients_of_their_own_are_one_experiment(vision: Train, tmp_p
     """And each trains the clients that its seed draws."""
     for seed in (3, 4):
         own = vision(*ONE, "--data.partition=iid-clients-4-seed-run", f"--seed={seed}", name=f"own/{seed}")
-        named = vision(*ONE, f"--data.partition=iid-clients-4-seed-{seed}", f"--seed={seed}", name=f"named{seed}")
+        named = vision(
+            *ONE, f"--data.partition=iid-clients-4-seed-{seed}", f"--seed={seed}", name=f"named{seed}"
+        )
         assert results(own)["model_probe"] == results(named)["model_probe"]
     (group,) = compare([tmp_path / "own"]).groups
     assert [run.seed for run in group.runs] == [3, 4]

@@ -18,7 +18,7 @@ from benchmarks.flair.train import main
 from benchmarks.visual_classification.config import VISION
 from dataset.cli import run
 from pfl_ext.models import pretrained
-from tests.benchmarks.conftest import killed_at
+from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.sparing import sparingly
 from tests.launching import command
 from tests.launching import run as launch

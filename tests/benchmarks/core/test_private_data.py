@@ -89,7 +89,9 @@ def test_they_are_strangers_to_users_of_the_file_with_the_same_names(tmp_path: P
         assert run(main, words) == 0
     clients = results(tmp_path / "run")["clients"]
     with DataFile(file) as data:
-        assert {kind: part["users"] for kind, part in clients.items()} == {"new": data.split("test").num_users}
+        assert {kind: part["users"] for kind, part in clients.items()} == {
+            "new": data.split("test").num_users
+        }
 
 
 def test_users_of_a_partition_have_their_own_images(

@@ -59,7 +59,9 @@ def test_a_deadline_that_nobody_meets_is_refused_and_one_that_somebody_meets_is_
         if fits:
             devices.check_deadline()
             continue
-        with pytest.raises(ValueError, match=r"^devices.deadline_s is 0\.05, and the fastest user needs 0\.\d+ s"):
+        with pytest.raises(
+            ValueError, match=r"^devices.deadline_s is 0\.05, and the fastest user needs 0\.\d+ s"
+        ):
             devices.check_deadline()
 
 

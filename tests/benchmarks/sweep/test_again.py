@@ -1,0 +1,61 @@
+"""The command by which a sweep says how its best trial is trained again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.sweep.command import main
+from benchmarks.visual_classification.train import main as vision_main
+from dataset.cli import run
+from tests.benchmarks.conftest import VISION_SMALL
+from tests.benchmarks.run_files import results
+from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.sweep.conftest import SHORT
+from tests.benchmarks.sweep.test_space import written
+
+SAID = re.compile(r"the best trial again, by another seed and scored on test:\n  python -m (\S+) (.*)\n")
+HELD_OUT = ("--data.scored=val", "--data.val_share=0.3", "--evaluation.best_by=accuracy")
+LOCALLY = ("--local_privacy.epsilon=4", "--federated.weighting=users")
+
+
+def swept(folder: Path, data: Path, *words: str, **more: Any) -> None:
+    rates = {"local.learning_rate": {"values": [1e-6, 0.05]}, "seed": {"value": 3}}
+    fixed = (f"--data_path={data}", f"--sweep_dir={folder / 'sweep'}", "--local=true")
+    with sparingly(draw=False):
+        assert run(main, [written(folder, rates, **more), *fixed, *words]) == 0
+
+
+def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
+    classes_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [word for word in VISION_SMALL if "progress" not in word and "learning_rate" not in word]
+    program = {"program": "benchmarks.visual_classification.train", "command": None}
+    best = {"metric": {"name": "val/accuracy", "goal": "maximize"}}
+    swept(tmp_path, classes_file, "--config=cifar10-fedavg", *small, *HELD_OUT, **program, **best)
+    said = SAID.search(capsys.readouterr().out)
+    assert said is not None
+    assert said[1] == "benchmarks.visual_classification.train"
+    first = (tmp_path / "sweep" / "table.csv").read_text().splitlines()[1].split(",")[-1]
+    with sparingly(draw=False):
+        assert run(vision_main, [*shlex.split(said[2]), f"--run_dir={tmp_path / 'again'}"]) == 0
+    config = (tmp_path / "again" / "config.yaml").read_text()
+    trial = (tmp_path / "sweep" / first / "config.yaml").read_text()
+    rate = re.search(r"local:.*?learning_rate: (\S+)", trial, re.DOTALL)
+    assert rate is not None
+    assert f"learning_rate: {rate[1]}\n" in config
+    assert "scored: test\n" in config
+    found = results(tmp_path / "again")
+    assert (found["seed"], found["dataset"]) == (4, str(classes_file))
+
+
+def test_a_private_sweep_offers_no_seed(
+    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who gives a seed publishes the noise."""
+    swept(tmp_path, mini_file, *SHORT, "--federated.num_rounds=1", *LOCALLY)
+    assert SAID.search(capsys.readouterr().out) is None
