@@ -274,7 +274,7 @@ def _final_scores(
     users: Tree = {}
     private = recorder.run.config.is_private
     if experiment.scores_users and not private and "clients" not in recorder.findings:
-        users = scores_of_users(experiment, model, inputs)
+        users = scores_of_users(experiment, model, inputs, recorder.files.path)
     model._model = whole  # pfl has no way to set it
     return {
         **users,

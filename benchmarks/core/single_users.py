@@ -10,6 +10,7 @@ Algorithms with a model for each user write ``clients`` themselves, in the same 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,22 +22,25 @@ from benchmarks.core.features import Inputs
 from dataset.arrays import IntArray
 from dataset.store.index import in_another_split
 from dataset.store.views import PARTITIONED, Split
-from pfl_ext.algorithms.own_images import Scores
+from pfl_ext.algorithms.own_images import Scores, write_users
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.schedule import longest_first
-from pfl_ext.workers.distributed import apart, begin_work, current
+from pfl_ext.workers.distributed import apart, begin_work, current, is_main
 
 ORDER = {"seen": ("val", "test"), "new": ("test", "val")}
 """The splits in which the users of a kind are looked for, in turn."""
 
 
-def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: Inputs) -> Tree:
-    """The scores by kind of user. All workers call this.
+def scores_of_users(
+    experiment: Experiment[Any], model: PyTorchModel, inputs: Inputs, directory: Path
+) -> Tree:
+    """The scores by kind of user; those of each user are written. All workers call this.
 
     Args:
         experiment: of the run, which is not private.
         model: is scored where it stands.
         inputs: what it is fed.
+        directory: of the run.
 
     Returns:
         By kind, as `Scores.summary` has it for the model ``server``, and the ``split``; empty without users.
@@ -46,7 +50,7 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
     of_file = experiment.protected().partition is None
     if of_file:  # images of val and test may be theirs, too
         trained |= {in_another_split(user, split) for user in tuple(trained) for split in ("val", "test")}
-    found = {}
+    found, rows = {}, list[Tree]()
     for kind, splits in ORDER.items():
         for name in splits:
             if name == "val" and experiment.followed != "val":
@@ -59,8 +63,12 @@ def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: In
             carved = isinstance(images, Split) and images.file_split == PARTITIONED
             users = _users(store, trained if of_file or carved else set(), kind == "seen")
             if len(users) > 1:
-                found[kind] = {"split": name, **_scored(store, users, model)}
+                scores = _scored(store, users, model)
+                found[kind] = {"split": name, **scores.summary(["server"])}
+                rows += scores.each(kind, name, [store.user_ids[user] for user in users.tolist()])
                 break
+    if rows and is_main():
+        write_users(directory, rows)
     return {"clients": found} if found else {}
 
 
@@ -70,7 +78,7 @@ def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:
     return np.flatnonzero(kind & (np.diff(store.user_offsets) > 0)).astype(np.int64)
 
 
-def _scored(store: ImageStore, users: IntArray, model: PyTorchModel) -> Tree:
+def _scored(store: ImageStore, users: IntArray, model: PyTorchModel) -> Scores:
     offsets, workers = store.user_offsets, current()
     rows = [np.arange(offsets[user], offsets[user + 1]) for user in users.tolist()]
     scores = Scores(store, rows, model)
@@ -79,4 +87,4 @@ def _scored(store: ImageStore, users: IntArray, model: PyTorchModel) -> Tree:
     begin_work(single_users=len(users))
     with apart():
         scores.add("server", sorted(mine[0 if workers is None else workers.global_rank]))
-    return scores.summary(["server"])
+    return scores

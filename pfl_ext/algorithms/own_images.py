@@ -5,9 +5,12 @@ Letters: U users, M images that are scored.
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,16 @@ from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from dataset.arrays import IntArray
+from dataset.arrays import FloatArray, IntArray
+from dataset.files import write_bytes
 from pfl_ext.algorithms.per_user import spread, user_split
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition
 from pfl_ext.evaluation import LOSS, SCORES, autocast_of
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import current
+
+FILE = "clients.csv"
+"""The file of a run directory that holds each scored user's scores."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class Scores:
         self._batch = module.task.scored_together
         self._scored = defaultdict[str, _Scored](_Scored)
         self._names = list(self._columns(*self._score(held_out[0][:1])))
+        self._tables: dict[str, FloatArray] = {}
 
     @torch.no_grad()
     def _score(self, rows: IntArray) -> tuple[Tensor, Tensor, Any]:
@@ -147,11 +155,22 @@ class Scores:
         return {
             **sizes,
             "least images": int(self._sizes.min()),
-            **{kind: self._summary_of(self._scored[kind]) for kind in kinds},
+            **{kind: self._summary_of(kind) for kind in kinds},
         }
 
-    def _summary_of(self, scored: _Scored) -> dict[str, Any]:
-        task, workers = self._module.task, current()
+    def each(self, group: str, split: str, ids: Sequence[str]) -> list[dict[str, Any]]:
+        """A row for each user and kind of model that `summary` had, for `write_users`; ``ids`` are theirs."""
+        return [
+            {
+                **{"group": group, "split": split, "user": user, "images": int(size), "model": kind},
+                **{name: round(float(value), 4) for name, value in zip(self._names, values)},
+            }
+            for kind, table in self._tables.items()
+            for user, size, values in zip(ids, self._sizes, table)
+        ]
+
+    def _summary_of(self, kind: str) -> dict[str, Any]:
+        task, workers, scored = self._module.task, current(), self._scored[kind]
         table = torch.zeros(len(self._sizes), len(self._names), dtype=torch.float64)
         for place, values in scored.columns.items():
             table[place] = torch.tensor(values, dtype=torch.float64)
@@ -163,11 +182,22 @@ class Scores:
         if workers is not None:
             (table,) = workers.all_reduce([table.to(self._module.mean.device)])
             metrics = ops.all_reduce_metrics(metrics)
+        self._tables[kind] = table.cpu().numpy()
         pooled = {"loss": float(metrics[LOSS].overall_value), **task.summarise(metrics[SCORES])}
         return {
             "pooled": {name: round(value, 4) for name, value in pooled.items()},
             "users": {
                 name: spread(values, self._sizes, name in task.shares_of_images)
-                for name, values in zip(self._names, table.cpu().numpy().T)
+                for name, values in zip(self._names, self._tables[kind].T)
             },
         }
+
+
+def write_users(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `FILE`, a line for each of the rows of `Scores.each`."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_bytes(directory / FILE, text.getvalue().encode())

@@ -37,7 +37,7 @@ from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, UserState
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.flat_variables import FlatVariables
-from pfl_ext.algorithms.own_images import OwnImages, Scores
+from pfl_ext.algorithms.own_images import OwnImages, Scores, write_users
 from pfl_ext.algorithms.personal_parts import FILE, UserParts, trained_names
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
@@ -213,28 +213,34 @@ class Personalised(ServerModelAlgorithm):
         compiled = self.twin.arithmetic if self.engine is None else None
         return super().arithmetic(precision) if compiled is None else compiled
 
-    def scores(self, number: int) -> dict[str, Any]:
+    def scores(self, number: int, rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Users' scores after ``number`` rounds, by group (``seen``, ``new``); empty if none is scored.
 
-        All workers call this. The run's model has the server's weights, before the call and after it.
+        ``rows`` gets those of each user. All workers call this. The run's model has the server's weights, before the call and after it.
         """
         x, scored, found = self.clients.weights(), self.images.scored, {}
         groups = {"seen": scored[self.seen[scored].numpy()], "new": scored[~self.seen[scored].numpy()]}
         for group, users in groups.items():
             if len(users):
                 self.clients.model(x)
-                found[group] = self._scores_of(x, users, number, group == "seen" or self.tunes)
+                scores, kinds = self._scores_of(x, users, number, group == "seen" or self.tunes)
+                found[group] = scores.summary(kinds)
+                if rows is not None:
+                    ids = self.context.users.partition.user_ids
+                    rows += scores.each(group, "train", [ids[user] for user in users.tolist()])
         self.clients.model(x)
         return found
 
-    def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> dict[str, Any]:
-        """Scores of one group. ``own``: whether to score users' own models too, besides the server's."""
+    def _scores_of(
+        self, x: Weights, users: IntArray, number: int, own: bool
+    ) -> tuple[Scores, Sequence[str]]:
+        """Scores of one group, and their kinds. ``own``: whether users' own models are scored, too."""
         held_out = [self.images.held_out[user] for user in users.tolist()]
         scores = Scores(self.images.users.store, held_out, self.context.model)
         with self.clients.dealt(users, number) as mine:
             scores.add("server", mine)
         if not own:
-            return scores.summary(["server"])
+            return scores, ["server"]
         block = max(1, BLOCK_BYTES // (4 * self.layout.length + 1))
         newcomer = self.layout.flat(x)
         for first in range(0, len(users), block):
@@ -244,11 +250,14 @@ class Personalised(ServerModelAlgorithm):
                 for place in mine:
                     self.clients.model(self.own_model(x, kept[place], int(part[place]), number))
                     scores.add("personal", [first + place])
-        return scores.summary(["personal", "server"])
+        return scores, ["personal", "server"]
 
     def findings(self, state: PyTorchModel) -> dict[str, Any]:
         """The scores on users' own images after the last round."""
-        clients = self.scores(self.context.num_rounds)
+        rows: list[dict[str, Any]] = []
+        clients = self.scores(self.context.num_rounds, rows)
+        if is_main() and rows and self.context.folder is not None:
+            write_users(self.context.folder.parent, rows)
         if is_main():
             for group, found in clients.items():
                 print(shown(self.context.model.pytorch_model.task.user_headline, group, found))

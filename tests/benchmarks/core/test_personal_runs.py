@@ -61,6 +61,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(
     assert torch.equal(kept["users/digests"], again["users/digests"]), "every user's own numbers"
     assert int(kept["seen"].sum()) == int((kept["users/rows"] >= 0).sum()) > 4
     clients = results(whole)["clients"]
+    assert (whole / "clients.csv").read_bytes() == (directory / "clients.csv").read_bytes()
     assert set(clients["seen"]) > {"personal", "server"}
     assert ("personal" in clients["new"]) == (name == "fedper"), "new users are tuned, or have the server's"
     size = sum(w.numel() * 4 for w in checkpoint.part(kept, checkpoint.MODEL).values())
@@ -81,7 +82,8 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
     store = quadratics.Users()
     train_federated(run_, store, store, quadratics.module(), trace)
     algorithm: Any = trace.checkpoints.algorithm
-    x, found = trace.seen[-1], algorithm.scores(1)
+    rows_of_users: list[dict[str, Any]] = []
+    x, found = trace.seen[-1], algorithm.scores(1, rows_of_users)
     images: OwnImages = algorithm.images
     for user, size in enumerate(SIZES):
         rows = range(store.user_offsets[user], store.user_offsets[user + 1])
@@ -106,6 +108,9 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
                 right.append(z.argmax(1) == batch.t.argmax(1))
                 losses.append(np.log(np.exp(z).sum(1)) - (z * batch.t).sum(1))
             each = 100 * np.array([r.mean() for r in right])
+            listed = [row for row in rows_of_users if (row["group"], row["model"]) == (group, kind)]
+            assert [row["accuracy"] for row in listed] == pytest.approx(each, abs=1e-3)
+            assert [row["images"] for row in listed] == list(map(len, right))
             users = found[group][kind]["users"]["accuracy"]
             expected = {"n": len(each), "mean": each.mean(), "std": each.std()}
             expected |= {"lowest decile": each.min(), "highest decile": each.max()}  # of fewer than 11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,11 @@ def test_a_run_scores_its_users_and_a_report_shows_them(
     assert of_users["lowest decile"] == pytest.approx(
         np.sort(values)[: -(-len(values) // 10)].mean(), abs=1e-4
     )
+    rows = list(csv.DictReader((tmp_path / "plain" / "clients.csv").read_text().splitlines()))
+    assert list(rows[0])[:7] == ["group", "split", "user", "images", "model", "loss", "accuracy"]
+    assert {(row["group"], row["split"], row["model"]) for row in rows} == {("new", "test", "server")}
+    assert [float(row["accuracy"]) for row in rows] == pytest.approx(values, abs=1e-4)
+    assert [int(row["images"]) for row in rows] == sizes
     again = trained(tmp_path, "val", "--data.scored=val", "--evaluation.best_by=last")
     assert again["clients"]["new"] == new, "the model is the same"
     assert run(report.main, [str(tmp_path), f"--output_dir={tmp_path / 'report'}"]) == 0
@@ -129,4 +135,5 @@ def test_two_workers_score_users_as_one_does(tmp_path: Path) -> None:
 def test_a_private_run_scores_no_training_user(tmp_path: Path) -> None:
     privacy = ("--local_privacy.epsilon=4", "--federated.weighting=users", "--seed=1")
     assert "clients" not in trained(tmp_path, "private", *privacy)
+    assert not (tmp_path / "private" / "clients.csv").exists()
     assert read_yaml(tmp_path / "private" / "config.yaml")["local_privacy"]
