@@ -71,7 +71,8 @@ def pfl_device(name: str) -> Iterator[None]:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as fault:
-        raise ValueError(f"runtime.device is {name!r}: {str(fault).splitlines()[0]}") from fault
+        why = str(fault).splitlines()[0].rstrip(".")
+        raise ValueError(f"runtime.device is {name!r}: {why}; set it to auto or cpu") from fault
     device = torch.device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # else each thread's work on "the GPU" would be on the first

@@ -27,7 +27,7 @@ from dataset.convert import folder, hf, leaf, npz, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
 from dataset.convert.splits import OTHERS, Dealing
-from dataset.convert.text import Names, header_of, read_classes, say_splits
+from dataset.convert.text import Names, header_of, read_classes, say_splits, shown
 from dataset.preprocess import SIDE, UPRIGHT, Options, make, side_or_own
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import BACKGROUNDS, Transcoding
@@ -125,6 +125,15 @@ def _folder(arguments: argparse.Namespace) -> Found:
         arguments.fine_column or (fine if fine in header else ""),
         SEVERAL if several else "",
     )
+    asked = {"path": columns.path, "client": columns.client, "label": columns.label}
+    if (
+        header
+        and len(set(header)) == len(header)
+        and (lacking := [name for name in asked.values() if name not in header])
+    ):
+        which = ", ".join(f"--{key}_column" for key, name in asked.items() if name in lacking)
+        has = ", ".join(map(shown, header))[:200]
+        raise ValueError(f"{table} has no column {lacking[0]!r}; it has {has}: say which it is by {which}")
     if unread := folder.unread_columns(table, columns):
         print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
     if columns.fine:

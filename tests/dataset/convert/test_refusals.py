@@ -116,7 +116,7 @@ ROWS: list[tuple[Callable[[], None], str]] = [
     (replaced(",bob,eel", ',"bob,eel'), "own/labels.csv, line 1"),  # unclosed: it ends with the file
     (
         replaced("path,", "file,"),
-        "own/labels.csv has no column 'path'; it needs path, client, label; it has 'file'",
+        "own/labels.csv has no column 'path'; it has 'file', ",
     ),
     (replaced("path,client", "path;client"), "own/labels.csv has no column 'path'"),
     (replaced("label\n", "client\n"), "own/labels.csv has two columns 'client': leave one out"),
