@@ -129,7 +129,7 @@ class Recipe:
 
 
 def name_for(name: str, seed: int) -> str:
-    """``lda-1-clients-10-seed-3`` for ``lda-1-clients-10-seed-run`` in a run of seed 3; any other name itself.
+    """``iid-clients-10-seed-3`` for ``iid-clients-10-seed-run`` in a run of seed 3; any other name itself.
 
     So each seed of an experiment has clients of its own, and their runs differ by their seed alone.
     """

@@ -216,7 +216,8 @@ class Personalised(ServerModelAlgorithm):
     def scores(self, number: int, rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Users' scores after ``number`` rounds, by group (``seen``, ``new``); empty if none is scored.
 
-        ``rows`` gets those of each user. All workers call this. The run's model has the server's weights, before the call and after it.
+        ``rows`` gets those of each user. All workers call this. The run's model has the server's weights,
+        before the call and after it.
         """
         x, scored, found = self.clients.weights(), self.images.scored, {}
         groups = {"seen": scored[self.seen[scored].numpy()], "new": scored[~self.seen[scored].numpy()]}

@@ -165,8 +165,8 @@ class Turnouts:
         if deadline < least < math.inf:
             work = "all of its steps" if self._config.late == "drop" else "one step"
             raise ValueError(
-                f"devices.deadline_s is {deadline:g}, and the fastest user needs {least:.3g} s for {work} and "
-                "to send: raise it"
+                f"devices.deadline_s is {deadline:g}, and the fastest user needs {least:.3g} s for {work} "
+                "and to send: raise it"
             )
 
     def of(self, number: int) -> Turnout:

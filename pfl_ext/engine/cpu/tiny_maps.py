@@ -1,9 +1,9 @@
 """Networks that torch 2.15 does not train rightly in bfloat16 on a CPU.
 
 Where taps of a convolution meet nothing but padding, torch may leave uninitialised memory in their bfloat16
-gradient. On an AMD EPYC with AVX512-BF16, of kernels 3, 5 and 7, strides 1 and 2, dilations 1, 2 and 6 and maps
-of up to 4 x 4 pixels, these were wrong: with a stride of 2, maps of one pixel; with a stride of 1, kernel 5
-on maps 1 pixel high, and kernel 7 on maps at most 2 pixels high, with 256 channels. Dilated and depthwise
+gradient. On an AMD EPYC with AVX512-BF16, of kernels 3, 5 and 7, strides 1 and 2, dilations 1, 2 and 6 and
+maps of up to 4 x 4 pixels, these were wrong: with a stride of 2, maps of one pixel; with a stride of 1 and
+256 channels, kernel 5 on maps 1 pixel high, and kernel 7 on maps at most 2 pixels high. Dilated and depthwise
 convolutions were right.
 """
 
