@@ -232,9 +232,7 @@ class Personalised(ServerModelAlgorithm):
         self.clients.model(x)
         return found
 
-    def _scores_of(
-        self, x: Weights, users: IntArray, number: int, own: bool
-    ) -> tuple[Scores, Sequence[str]]:
+    def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> tuple[Scores, Sequence[str]]:
         """Scores of one group, and their kinds. ``own``: whether users' own models are scored, too."""
         held_out = [self.images.held_out[user] for user in users.tolist()]
         scores = Scores(self.images.users.store, held_out, self.context.model)
