@@ -44,7 +44,8 @@ class Confident(ServerModelAlgorithm):
         outputs, targets = module.outputs(images, targets, crops)
         logs = outputs.log_softmax(1)
         entropy = -(logs.exp() * logs).sum(1).mean()
-        return module.task.loss(outputs, targets) - self.context.options.beta * entropy
+        beta: float = self.context.options.beta
+        return module.task.loss(outputs, targets) - beta * entropy
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Train the cohort from the model, and make a step of the server's optimiser on the mean update."""
