@@ -28,6 +28,7 @@ from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.disk import check_disk
 from benchmarks.core.experiment import Experiment
+from benchmarks.core.extended import check_extension, extend
 from benchmarks.core.facts import dataset_facts, hardware, start_facts
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
@@ -155,7 +156,11 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         had_ended = results is not None
         if results is None:
             module = _refused_or_built(experiment, directory)
+            if is_main():
+                check_extension(run, files)
             with checkpoint.sole_owner(directory) if is_main() else contextlib.nullcontext():
+                if is_main():
+                    extend(run, files)
                 results = files.finished() or _train(experiment, files, module, data_path)
                 if is_main() and not run.runtime.keep_checkpoints:
                     Checkpoints(directory, run).remove()

@@ -144,11 +144,15 @@ class Checkpoints:
             state = self.algorithm.load(state, tensors)
         return state, fault
 
+    @property
+    def of_users(self) -> list[Path]:
+        """The files of users' states, each of which there may be."""
+        names = (*self._run.config.federated.chosen.files, ERRORS_FILE)
+        return [self.last.with_name(name) for name in names]
+
     def remove(self) -> None:
         """Remove what only a run that goes on needs."""
-        names = (*self._run.config.federated.chosen.files, ERRORS_FILE)
-        users = [self.last.with_name(name) for name in names]
-        for path in (self.last, checkpoint.previous(self.last), *users):
+        for path in (self.last, checkpoint.previous(self.last), *self.of_users):
             path.unlink(missing_ok=True)
 
 

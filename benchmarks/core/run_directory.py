@@ -15,7 +15,7 @@ from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
 from dataset.files import write_bytes, write_json, written
 from dataset.store.hdf5 import DataFile
-from pfl_ext.checkpoint import read_json
+from pfl_ext.checkpoint import previous, read_json
 from pfl_ext.workers.distributed import from_main, is_main
 
 LENGTHS = ("federated.num_rounds", "centralised.num_epochs")
@@ -79,6 +79,12 @@ def has_begun(directory: Path) -> bool:
     return begun and (directory / "config.yaml").exists()
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run can go on from what the directory holds."""
+    last = directory / "checkpoint" / "last.safetensors"
+    return last.exists() or previous(last).exists()
+
+
 class RunDirectory:
     """Owner of the files of one run, but for its checkpoints. Worker 0 reads and writes.
 
@@ -116,7 +122,9 @@ class RunDirectory:
             ) from fault
         if changed:
             model, more = self.path / "model.safetensors", ""
-            if model.exists() and any(change.startswith(LENGTHS) for change in changed):
+            if len(changed) == 1 and changed[0].startswith(LENGTHS) and has_checkpoint(self.path):
+                more = f"; --extend {self.path} makes a longer run of it"
+            elif model.exists() and any(change.startswith(LENGTHS) for change in changed):
                 switch = "" if self.run.config.model.pretrained else "--model.pretrained true "
                 more = (
                     f"; {switch}--weights {model} --model.keep_head true lets a new run begin with its model"

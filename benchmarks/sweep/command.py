@@ -64,7 +64,7 @@ def local(name: str, options: Options, extra: Sequence[str]) -> None:
     """Run a sweep with no server."""
     sweep, tree, path = read_sweep(name, options.program)
     training, words_of = training_words(sweep, extra), sweep.experiment.benchmark.words
-    for key in sorted({"run_dir", "resume", "runtime.device"} & words_of(training).keys()):
+    for key in sorted({"run_dir", "extend", "resume", "runtime.device"} & words_of(training).keys()):
         where = "the arguments" if key in words_of(extra) else f"the command of {path}"
         raise ValueError(
             f"--{key} is the sweep's to give: remove it from {where} (there are --sweep_dir and --devices)"

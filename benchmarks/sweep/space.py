@@ -34,7 +34,7 @@ TRAIN = re.compile(r"benchmarks(\.\w+)+\.train")
 """How the module that a sweep's command runs is called: a benchmark's training."""
 PROGRAMS = tuple(f"{name.removesuffix('config')}train" for name in config_modules())
 DEFAULT_PROGRAM = "benchmarks.flair.train"
-NOT_SWEPT = ("run_dir", "data_path", "weights", "resume")
+NOT_SWEPT = ("run_dir", "data_path", "weights", "extend", "resume")
 MOST_DRAWS = 50
 
 

@@ -194,6 +194,8 @@ class Choice:
     """Whether it trains whole cohorts, by an engine that may be arranged by timing one."""
     sends: ClassVar[str] = "model update"
     """What is clipped in private training, in two or three words."""
+    reads_length: ClassVar[bool] = False
+    """Whether what a round does depends on how many rounds the run has; such a run cannot be made longer."""
     only_last: ClassVar[bool] = False
     """Whether only the last round's model has learnt from all users."""
     takes: ClassVar[tuple[str, ...]] = ()

@@ -84,6 +84,7 @@ class FedBuff(Algorithm[Buffered]):
     options: ClassVar[type] = FedBuffOptions
     takes: ClassVar[tuple[str, ...]] = ("devices",)
     idle: ClassVar[str] = "federated.cohort_size"
+    reads_length: ClassVar[bool] = True
     refusals: ClassVar[Refusals] = {
         "privacy": "the order in which users arrive is no random sampling, and depends on how many images "
         "they have: choose algorithm fedavg or fedprox for private training",

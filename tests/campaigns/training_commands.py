@@ -29,7 +29,7 @@ from tests.launching import environment, warmly
 from tests.shown import ROOT, commands
 from tests.test_commands import CONFIGS, PAGES, programs
 
-REPLACED = ("data_path", "run_dir", "weights", "resume", "model.keep_head")
+REPLACED = ("data_path", "run_dir", "weights", "extend", "resume", "model.keep_head")
 """Options that name files of the reader's own, or are about what is in them."""
 MANY_CLIENTS = re.compile(r"-clients-\d{3,}")
 """In a partition's name: more clients than the embedded data set has images for."""

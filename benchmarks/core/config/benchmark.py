@@ -26,6 +26,8 @@ from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_y
 from benchmarks.core.own_code import with_own_code
 from benchmarks.core.weights import with_traces, with_weights
 
+PATHS = ("data_path", "run_dir", "weights", "extend")
+"""The options of a run that are paths."""
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
 
 
@@ -42,6 +44,7 @@ class Run(Generic[C_co]):
     data_path: Path | None = None
     run_dir: Path | None = None
     weights: Path | None = None
+    extend: Path | None = None
     resume: Literal["auto", "never"] = "auto"
     benchmark: Benchmark[C_co] | None = None
     """The benchmark of the config; None where it was put together by hand and writes no run directory."""
@@ -180,11 +183,11 @@ class Benchmark(Generic[C_co]):
             ValueError: for an unknown key, a wrong type or a combination without meaning.
         """
         typed = self._command_line.parse(argv)
-        plain = {n: typed.pop(n, None) for n in ("config", "data_path", "run_dir", "weights", "resume")}
+        plain = {n: typed.pop(n, None) for n in ("config", *PATHS, "resume")}
         for name, text in plain.items():
             if text == "":
                 raise ValueError(f"--{name} is empty: give a value, or leave the option out")
-        paths = {n: Path(text) if (text := plain[n]) else None for n in ("data_path", "run_dir", "weights")}
+        paths = {n: Path(text) if (text := plain[n]) else None for n in PATHS}
         path = self.path(plain["config"] or self.default)
         shipped, of_a_run = read_yaml(path), _is_of_a_run(path)
         if of_a_run:

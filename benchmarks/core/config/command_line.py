@@ -68,6 +68,8 @@ class Options(BaseSettings):
     """Directory of the run's files; {digest} in it stands for the config. By default one in runs/."""
     weights: str | None = None
     """File of pretrained weights (.pth or .safetensors). By default those known of the network."""
+    extend: str | None = None
+    """Folder of a shorter run of this config, from whose end to go on (made with keep_checkpoints)."""
     resume: str = "auto"
     """auto: go on from the directory's checkpoint. never: refuse a directory in use."""
     recipe: str | None = None

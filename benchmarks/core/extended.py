@@ -1,0 +1,101 @@
+"""``--extend``: a run that goes on where a shorter one of the same config ended, as if it had been this long.
+
+The shorter run is left as it is; what a run goes on from is copied into the new directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import Tree, read_yaml
+from benchmarks.core.recorder import Checkpoints
+from benchmarks.core.run_directory import LENGTHS, RunDirectory, has_begun, has_checkpoint, run_differences
+from dataset.files import replacing, write_bytes
+from pfl_ext import checkpoint
+
+
+def check_extension(run: AnyRun, files: RunDirectory) -> None:
+    """Refuse a run that would not be what ``run.extend`` had been at this length, before anything is written.
+
+    Raises:
+        ValueError: one line with the reason.
+    """
+    if run.extend is None or has_begun(files.path):
+        return
+    told = f"--extend {run.extend}"
+    if not has_begun(run.extend):
+        raise ValueError(f"{told} holds no run: give the folder of one")
+    known = read_yaml(run.extend / "config.yaml")
+    length = LENGTHS[0 if run.config.mode == "federated" else 1]
+    changed = run_differences(known, run)
+    if [change for change in changed if not change.startswith(f"{length}: ")]:
+        raise ValueError(f"{told} is a run of another config ({'; '.join(changed)}): change {length} alone")
+    assert run.benchmark is not None
+    config, old = run.config, run.benchmark.read(known, "config.yaml")
+    if config.num_steps <= old.num_steps:
+        raise ValueError(f"{told} has {old.num_steps} {config.unit}s: set {length} to more")
+    if config.is_private:
+        raise ValueError(f"{told} is private, and its noise is for {old.num_steps} rounds: begin a new run")
+    if config.mode == "federated" and (
+        config.federated.chosen.reads_length or config.federated.chosen.only_last
+    ):
+        raise ValueError(
+            f"{told} is of federated.algorithm {config.federated.name}, whose rounds depend on how many there "
+            "are: begin a new run"
+        )
+    if any(_rates(config, step) != _rates(old, step) for step in range(old.num_steps)):
+        raise ValueError(
+            f"{told} has a learning rate whose schedule depends on {length}: a run of {config.num_steps} "
+            f"{config.unit}s would have had others"
+        )
+    every = config.evaluation.every_rounds if config.mode == "federated" else config.evaluation.every_epochs
+    account = _account(run)
+    if account["ended"] and old.num_steps % every:
+        raise ValueError(
+            f"{told} scored its last model after {old.num_steps} {config.unit}s, which is no multiple of "
+            f"evaluation.every_{config.unit}s = {every}: begin a new run"
+        )
+    sha256 = checkpoint.read_json(run.extend / "checkpoint" / "data.json").get("sha256")
+    if sha256 != files.data_sha256:
+        raise ValueError(f"{told} is a run on other data: give its file by --data_path")
+
+
+def extend(run: AnyRun, files: RunDirectory) -> None:
+    """Copy what ``run.extend`` goes on from. The caller holds the directory's lock, and has checked it."""
+    if run.extend is None or has_begun(files.path):
+        return
+    there = Checkpoints(run.extend, run)
+    tensors, account, _ = checkpoint.load_newest(there.last)
+    lines = (run.extend / "metrics.jsonl").read_bytes()[: account["metrics_bytes"]]
+    if hashlib.sha256(lines).hexdigest() != account["metrics_sha256"]:
+        raise ValueError(f"--extend {run.extend}: its metrics.jsonl is not the one of its checkpoint")
+    if account["ended"]:  # the last line is no step's: this run scores that model before its next step
+        lines = b"".join(lines.splitlines(keepends=True)[:-1])
+    write_bytes(files.path / "metrics.jsonl", lines)
+    for path in there.of_users:
+        if path.exists():
+            with replacing(files.path / "checkpoint" / path.name) as copy:
+                shutil.copyfile(path, copy)
+    account |= {"ended": False, "config_sha256": files.config_sha256, "metrics_bytes": len(lines)}
+    account |= {"metrics_sha256": hashlib.sha256(lines).hexdigest()}
+    checkpoint.save(files.path / "checkpoint" / there.last.name, tensors, account)
+
+
+def _account(run: AnyRun) -> Tree:
+    assert run.extend is not None
+    if not has_checkpoint(run.extend):
+        raise ValueError(
+            f"--extend {run.extend} has no checkpoint, as a run that has ended keeps it with "
+            "--runtime.keep_checkpoints true alone: begin a new run"
+        )
+    return checkpoint.load_newest(Checkpoints(run.extend, run).last)[1]
+
+
+def _rates(config: TrainingConfig, step: int) -> tuple[float, ...]:
+    if config.mode == "centralised":
+        central = config.centralised
+        return (central.scheduled(central.learning_rate, step, central.num_epochs),)
+    return config.local_rate(step), config.server.rate(step, config.federated.num_rounds)

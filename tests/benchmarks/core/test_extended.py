@@ -1,0 +1,103 @@
+"""Runs that go on where shorter ones ended: equal to runs that had been this long from the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.conftest import Refused, Train, killed_at
+from tests.benchmarks.run_files import results, timeless
+
+KEPT = ("--runtime.keep_checkpoints=true", "--runtime.checkpoint_every=1")
+MOMENTUM = ("--server.optimizer=sgd", "--server.momentum=0.9", "--server.learning_rate=0.5")
+CASES = {
+    "momentum": MOMENTUM,
+    "scaffold": ("--federated.algorithm=scaffold",),
+    "ditto": ("--federated.algorithm=ditto",),
+    "dsgd": ("--federated.algorithm=dsgd", "--evaluation.best_by=last"),
+    "errors": ("--compression.kind=top_k", *MOMENTUM),
+    "exponential": ("--local.schedule=exponential", "--local.schedule_factor=0.9"),
+    "centralised": ("--config=c-r-17",),
+}
+
+
+def rounds(words: tuple[str, ...], number: int) -> str:
+    kind = "centralised.num_epochs" if "--config=c-r-17" in words else "federated.num_rounds"
+    return f"--{kind}={number}"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("killed", [False, True])
+def test_it_is_the_run_that_was_this_long_from_the_start(name: str, killed: bool, train: Train) -> None:
+    """The short run has ended, or was killed after its second step; it is left as it was."""
+    words = CASES[name]
+    whole = train(*words, rounds(words, 4), name="whole")
+    if killed:
+        with killed_at(2):
+            short = train(*words, *KEPT, rounds(words, 3), name="short", code=130)
+    else:
+        short = train(*words, *KEPT, rounds(words, 2), name="short")
+    before = {path: path.read_bytes() for path in short.rglob("*") if path.is_file()}
+    longer = train(*words, rounds(words, 4), f"--extend={short}", name="longer")
+    assert timeless(longer) == timeless(whole)
+    assert results(longer)["model_sha256"] == results(whole)["model_sha256"]
+    assert {path: path.read_bytes() for path in short.rglob("*") if path.is_file()} == before
+    train(*words, rounds(words, 4), f"--extend={short}", name="longer")  # shows its results
+
+
+def test_a_longer_run_that_is_killed_goes_on_itself(train: Train) -> None:
+    whole = train(*MOMENTUM, "--federated.num_rounds=4", name="whole")
+    short = train(*MOMENTUM, *KEPT, "--federated.num_rounds=2", name="short")
+    words = (*MOMENTUM, "--federated.num_rounds=4", f"--extend={short}", "--runtime.checkpoint_every=1")
+    with killed_at(3):
+        train(*words, name="longer", code=130)
+    assert timeless(train(*words, name="longer")) == timeless(whole)
+
+
+@pytest.mark.parametrize(
+    ("first", "words", "message"),
+    [
+        ((), ("--federated.num_rounds=2",), "has 2 rounds: set federated.num_rounds to more"),
+        (
+            (),
+            ("--local.learning_rate=0.3",),
+            "is a run of another config (federated.num_rounds: 2 -> 4; local",
+        ),
+        (("--runtime.keep_checkpoints=false",), (), "has no checkpoint, as a run that has ended keeps it"),
+        (
+            ("--evaluation.every_rounds=3",),
+            ("--evaluation.every_rounds=3",),
+            "which is no multiple of evaluation",
+        ),
+        (
+            ("--local.schedule=cosine",),
+            ("--local.schedule=cosine",),
+            "a run of 4 rounds would have had others",
+        ),
+        (
+            ("--local_privacy.epsilon=4", "--federated.weighting=users", "--seed=1"),
+            ("--local_privacy.epsilon=4", "--federated.weighting=users", "--seed=1"),
+            "is private, and its noise is for 2 rounds",
+        ),
+    ],
+)
+def test_what_would_be_another_run_is_refused(
+    first: tuple[str, ...], words: tuple[str, ...], message: str, train: Train, refused: Refused
+) -> None:
+    short = train(*KEPT, "--federated.num_rounds=2", *first, name="short")
+    refused(message, "--federated.num_rounds=4", *words, f"--extend={short}", name="longer")
+
+
+def test_other_data_and_folders_without_a_run_are_refused(
+    train: Train, refused: Refused, tmp_path: Path, classes_file: Path
+) -> None:
+    refused(f"--extend {tmp_path} holds no run", f"--extend={tmp_path}")
+    short = train(*KEPT, "--federated.num_rounds=2", name="short")
+    words = (f"--extend={short}", f"--data_path={classes_file}")
+    refused("is a run on other data: give its file by --data_path", "--federated.num_rounds=4", *words)
+
+
+def test_a_longer_run_in_the_same_folder_is_told_how(train: Train, refused: Refused) -> None:
+    directory = train(*KEPT, "--federated.num_rounds=2")
+    refused(f"--extend {directory} makes a longer run of it", "--federated.num_rounds=4")
