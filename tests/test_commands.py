@@ -20,6 +20,7 @@ from benchmarks import console
 from benchmarks.core.experiment import Experiment
 from benchmarks.flair.train import Flair
 from benchmarks.published import train as published
+from pfl_ext.algorithms.algorithm import ALGORITHMS
 from tests.dataset.convert.made_sources import convert, write_csv, write_folder
 from tests.shown import ROOT, Shown, commands, recorded
 
@@ -105,8 +106,15 @@ def programs(words: tuple[str, ...], folder: Path) -> list[tuple[str, list[str]]
 def test_commands_of_a_page_are_read_by_their_programs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = (refused(command, tmp_path, monkeypatch, capsys) for command in commands(page.read_text()))
+    text = page.read_text()
+    if "FL_IMPORT=confident" in text:  # the example of docs/extending.md, in a file of one's own
+        monkeypatch.setenv("FL_IMPORT", "confident")
+        monkeypatch.syspath_prepend(str(ROOT / "tests" / "dropped" / "algorithms"))
+        monkeypatch.setattr(ALGORITHMS, "_things", dict(ALGORITHMS._things))
+        monkeypatch.setattr(ALGORITHMS, "_is_complete", False)
+    said = (refused(command, tmp_path, monkeypatch, capsys) for command in commands(text))
     faults = [fault for fault in said if fault]
+    sys.modules.pop("confident", None)
     assert not faults, "\n".join(faults)
 
 
