@@ -13,6 +13,10 @@
 #   RDZV=FIRST_MACHINE:PORT           where workers meet; the port is drawn from the job's number
 #   REQUEUES=100                      how often the job is queued again at most
 #
+# A job of an array trains the seed of its number, on a GPU of its own:
+#
+#   DATA=data/cifar10.hdf5 MODULE=benchmarks.visual_classification.train sbatch --array=0-2 --gpus=1 slurm.sh --config cifar10-fedavg
+#
 # Five minutes before the time is up (--signal) or when the job is preempted with a grace time (SIGTERM), workers
 # finish their round, save it and exit with 75. The job is then queued again, under the same number and with the
 # same run directory, and goes on. A round must take less than these minutes: sbatch --signal=USR1@900 gives more.
@@ -60,7 +64,7 @@ exec "$@"'
 code=0
 # Later words win, so a --run_dir or --data_path among the arguments is the one.
 srun --kill-on-bad-exit=0 --wait=300 bash -c "$worker" worker "$PYTHON" -m "$MODULE" \
-  --run_dir "$RUN_DIR" ${DATA:+--data_path "$DATA"} "$@" || code=$?
+  --run_dir "$RUN_DIR" ${DATA:+--data_path "$DATA"} ${SLURM_ARRAY_TASK_ID:+--seed "$SLURM_ARRAY_TASK_ID"} "$@" || code=$?
 
 if [ "$code" -eq 75 ] && [ -z "$cancelled" ]; then
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "${REQUEUES:-100}" ]; then

@@ -94,6 +94,12 @@ def test_each_task_is_a_worker_of_one_job(tmp_path: Path) -> None:
     assert (tmp_path / "srun").read_text().startswith("--kill-on-bad-exit=0 --wait=300 bash -c ")
 
 
+def test_a_job_of_an_array_trains_the_seed_of_its_number(tmp_path: Path) -> None:
+    one = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_ARRAY_TASK_ID": "2"}
+    assert ended(tmp_path, "--config", "fl-r-17", **one).returncode == 0
+    assert "--run_dir runs/slurm-40007 --seed 2 --config fl-r-17\n" in (tmp_path / "task-0").read_text()
+
+
 def test_variables_say_where_data_and_run_lie_and_later_words_win(tmp_path: Path) -> None:
     places = {"DATA": "/d a/f.hdf5", "RUN_DIR": "/r", "MODULE": "benchmarks.fedcv.detection.train"}
     done = ended(tmp_path, "--data_path=/e", **places, RDZV="three:7", SLURM_NTASKS="1")
