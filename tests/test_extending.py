@@ -313,6 +313,51 @@ def test_an_edited_file_of_ones_own_is_another_run(
     assert parse(["--own_code=abc"]).config.own_code is None
 
 
+OTHERS = """
+from functools import partial
+from sizes_of_mine import SIDES
+from helpers_of_mine import layers
+from pfl_ext.models.small import NETWORKS, Configured
+
+def build(num_labels, config): return layers(num_labels, SIDES)
+def plain(num_labels, input_size, more): return layers(num_labels, more)
+NETWORKS.register("configured_of_mine")(Configured(build, reads=()))
+NETWORKS.register("partial_of_mine")(partial(plain, more=SIDES))
+"""
+
+
+def test_all_that_ones_own_file_imports_from_its_folder_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Constants and packages, too; and what is registered need be no function of the file."""
+    monkeypatch.setattr(NETWORKS, "_things", dict(NETWORKS._things))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helpers_of_mine").mkdir()
+    files = {
+        "others_of_mine.py": OTHERS,
+        "sizes_of_mine.py": "SIDES = 3\n",
+        "helpers_of_mine/__init__.py": "from helpers_of_mine.inner import layers\n",
+        "helpers_of_mine/inner.py": "from torch import nn\ndef layers(k, n): return nn.Linear(n, k)\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("FL_IMPORT", "others_of_mine")
+    assert {name.partition("/")[0] for name in own_code()} == {
+        "others_of_mine", "sizes_of_mine", "helpers_of_mine",
+    }  # fmt: skip
+    archs = [f"--model.arch={kind}_of_mine" for kind in ("configured", "partial")]
+    before = [parse([arch]).config.own_code for arch in archs]
+    assert None not in before
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}# edited\n")
+        assert parse([archs[0]]).config.own_code != before[0], name
+        (tmp_path / name).write_text(text)
+    assert [parse([arch]).config.own_code for arch in archs] == before
+    for name in ("others_of_mine", "sizes_of_mine", "helpers_of_mine", "helpers_of_mine.inner"):
+        del sys.modules[name]
+
+
 def test_a_module_of_ones_own_that_is_not_there_is_said_before_any_config(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

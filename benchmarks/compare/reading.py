@@ -23,7 +23,7 @@ from benchmarks.reporting.runs import (
     read_run,
     split_duplicates,
 )
-from dataset.files import imported
+from dataset.files import OWN, imported
 
 
 def compare(paths: Iterable[Path]) -> Comparison:
@@ -86,7 +86,8 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
             rank = config.setting in benchmark.settings, digest(config) == tree_digest(tree)
             found.append((rank, module, benchmark))
     if not tree or not found:
-        why = min(faults, key=_is_foreign) if tree and faults else "config.yaml is empty"
+        own = [fault for fault in faults if OWN in fault]
+        why = min(own or faults, key=_is_foreign) if tree and faults else "config.yaml is empty"
         raise not_whole(directory, f"no benchmark can read its config; {why}")
     _, module, benchmark = max(found, key=lambda each: each[0])
     record = read_run(directory, benchmark)

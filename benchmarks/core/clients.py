@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.flair.mini import MiniSpec
-from dataset.partitions.drawn import deals_any, drawers, read_name
+from dataset.partitions.drawn import deals_any, drawers, name_for, read_name
 from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
@@ -51,6 +51,12 @@ def protected_unit(task: SingleLabelView) -> ProtectedUnit:
         owns_all = len(task.split("train").user_ids) == 1
         return ProtectedUnit("of the file" if owns_all else None)
     return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
+
+
+def partition_of(file: DataFile, name: str | None, seed: int) -> str | None:
+    """The name of the partition that a run of this seed trains on, see `name_for`."""
+    held = file.split(PARTITIONED).partitions if PARTITIONED in file.splits else ()
+    return name if name is None or name in held else name_for(name, seed)
 
 
 def drawn_partition(file: DataFile, name: str | None, taxonomy: str) -> PartitionIndex | None:

@@ -16,7 +16,7 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.benchmark import Benchmark, Run
 from benchmarks.core.config.sections import TrainingConfig
-from benchmarks.core.config.trees import Tree
+from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.weights import check_classes, check_normalisation
@@ -35,29 +35,21 @@ from pfl_ext.tasks.task import Outputs, Task
 C = TypeVar("C", bound=TrainingConfig)
 
 
-def data_of(directory: Path) -> Path:
-    """The file that a run that has ended learnt from.
-
-    Raises:
-        ValueError: when the run has not ended.
-    """
+def data_of(directory: Path) -> Path | None:
+    """The file that a run learnt from; None: it has not ended, and does not say."""
     results = directory / "results.json"
-    if not results.exists():
-        raise ValueError(
-            f"--config {directory / 'config.yaml'} is of a run that has not ended: give --data_path"
-        )
-    return Path(str(read_json(results).get("dataset")))
+    return Path(str(read_json(results).get("dataset"))) if results.exists() else None
 
 
 def check_data_of(directory: Path, path: Path) -> None:
-    """Refuse, in one line, a file that is not there or not what the run in ``directory`` learnt from."""
-    config = directory / "config.yaml"
-    if not path.is_file():
-        raise ValueError(f"--config {config} is of a run on {path}, which is not there: give --data_path")
+    """Refuse, in one line, a file that is not what the run in ``directory`` learnt from, where it says so."""
+    said = (directory / "results.json", "data_sha256"), (directory / "checkpoint" / "data.json", "sha256")
+    known = {read_json(file).get(key) for file, key in said if file.exists()} - {None}
     with DataFile(path) as file:
-        if read_json(directory / "results.json").get("data_sha256") != file.fingerprint:
+        if known - {file.fingerprint}:
             raise ValueError(
-                f"--config {config} is of a run on other data than {path} holds today: give --data_path"
+                f"--config {directory / 'config.yaml'} is of a run on other data than {path} holds today: "
+                "give --data_path"
             )
 
 
@@ -104,12 +96,20 @@ class Experiment(ABC, Generic[C]):
         run = cls.benchmark.parse(argv)
         config, scales = run.config, cls.benchmark.scales
         source = cls.source(config)
-        if run.data_path is None and run.origin is not None:
-            path = data_of(run.origin)
-            if path != source.mini:
-                check_data_of(run.origin, path)
-            return list(argv), path
-        return source.resolve(argv, run.data_path, scales, config.setting)
+        if run.data_path is not None or run.origin is None:
+            return source.resolve(argv, run.data_path, scales, config.setting)
+        known = read_yaml(run.origin / "config.yaml")
+        if cls.source(cls.benchmark.read(known, "config.yaml")).path != source.path:
+            return source.resolve(argv, None, scales, config.setting)  # of another data set
+        path = data_of(run.origin) or source.path
+        if path is None or (path != source.mini and not path.is_file()):
+            missing = "" if path is None else f", {path}, which is not there"
+            raise ValueError(
+                f"--config {run.origin / 'config.yaml'} needs its run's data file{missing}: give --data_path"
+            )
+        if path != source.mini:
+            check_data_of(run.origin, path)
+        return list(argv), path
 
     @classmethod
     def ready_data(cls, run: Run[C], path: Path) -> None:

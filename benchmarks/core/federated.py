@@ -21,7 +21,7 @@ from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.updates import check_kept, error_bytes
 from benchmarks.core.ledger import calibrated, open_ledger
-from benchmarks.core.precision import precision_of
+from benchmarks.core.precision import name_of, precision_of
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
@@ -272,6 +272,7 @@ def train_federated(
         protected: whom a private run's guarantee is about.
     """
     config = run.config
+    recorder.files.precision = name_of(run, module)
     secret = recorder.files.secret()
     users = training_data(run, store, module.task, partition, secret)
     if secret is not None:

@@ -6,10 +6,12 @@ of two versions are no seeds of one experiment.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,8 @@ from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.models.small import NETWORKS
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
+PROJECT = {"benchmarks", "dataset", "pfl_ext", "tests"}
+"""The packages whose version `commit` says."""
 DIGITS = 12
 """How much of the SHA-256 a config holds."""
 
@@ -45,7 +49,8 @@ def with_own_code(config: SomeConfig) -> SomeConfig:
     used: dict[str, str] = {}
     for module in own_modules():
         files = _files(module)
-        if any(name in files or f"{name}.".startswith(f"{module.__name__}.") for name in names):
+        tops = {name.partition("/")[0].partition(".")[0] for name in files} - PROJECT
+        if names & files.keys() or {name.partition(".")[0] for name in names} & tops:
             used |= files
     text = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(used.items()))
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS] if used else None
@@ -68,26 +73,57 @@ def _things(config: TrainingConfig) -> Iterator[Any]:
 
 
 def _modules_of(thing: Any) -> Iterator[str]:
-    for each in getattr(thing, "__mro__", (thing,)):
-        yield each.__module__
+    """The modules of a class and its bases, of a function, of an instance and what it calls."""
+    left = [thing]
+    while left:
+        one = left.pop()
+        yield str(getattr(one, "__module__", ""))
+        for base in (one if isinstance(one, type) else type(one)).__mro__:
+            yield base.__module__
+        left += [inner for name in ("build", "func") if callable(inner := getattr(one, name, None))]
 
 
 def _files(module: ModuleType) -> dict[str, str]:
-    """The digests of a module's own file, or of a package's, and of what it imports from its folder."""
+    """The digests of a module's own file, or of its package's, and of what these import from their folder."""
     found: dict[str, str] = {}
-    for folder in map(Path, getattr(module, "__path__", ())):
-        paths = sorted(folder.rglob("*.py"))
-        found |= {f"{module.__name__}/{path.relative_to(folder)}": file_digest(path) for path in paths}
-    if found or not getattr(module, "__file__", None):
-        return found
-    left, folder = [module], Path(str(module.__file__)).parent
+    top = sys.modules[module.__name__.partition(".")[0]]
+    if top.__name__ in PROJECT:
+        return {module.__name__: file_digest(Path(str(module.__file__)))}
+    folder, left = _place(top), [top]
     while left:
         one = left.pop()
-        found[one.__name__] = file_digest(Path(str(one.__file__)))
-        for value in list(vars(one).values()):
-            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            other = sys.modules.get(name) if isinstance(name, str) else None
-            path = getattr(other, "__file__", None)
-            if other and path and Path(path).parent == folder and other.__name__ not in found:
-                left.append(other)
+        inside = [Path(place) for place in getattr(one, "__path__", ())]
+        paths = {f"{one.__name__}/{path.relative_to(of)}": path for of in inside for path in of.rglob("*.py")}
+        if not inside and getattr(one, "__file__", None):
+            paths = {one.__name__: Path(str(one.__file__))}
+        for name, path in sorted(paths.items()):
+            found[name] = file_digest(path)
+            for other in sorted(_imported(path)):
+                near = sys.modules.get(other)
+                known = {each.partition("/")[0] for each in found} | {each.__name__ for each in left}
+                if near and folder and _place(near) == folder and not {other} & (known | PROJECT):
+                    left.append(near)
+    return found
+
+
+def _place(module: ModuleType) -> Path | None:
+    """The folder in which a module or package lies; None: of installed software."""
+    path = next(iter(getattr(module, "__path__", ())), None) or getattr(module, "__file__", None)
+    folder = None if path is None else Path(str(path)).parent
+    installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")}
+    return None if folder in installed else folder
+
+
+def _imported(path: Path) -> set[str]:
+    """The packages and modules that a file imports, anywhere in it, but for relative ones."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:  # of a package, but imported by nothing
+        return set()
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
     return found

@@ -15,11 +15,9 @@ from pfl_ext.workers.distributed import is_main
 
 def precision_of(run: AnyRun, module: ImageClassifier) -> torch.dtype | None:
     """The type of torch's autocast in training; None: float32, also for networks of `tiny_maps`."""
-    if run.runtime.precision != "bf16":
-        return None
-    tiny = tiny_maps.found_in(module) if get_default_device().type == "cpu" else None
+    tiny = _tiny(run, module)
     if tiny is None:
-        return torch.bfloat16
+        return torch.bfloat16 if run.runtime.precision == "bf16" else None
     if is_main():
         print(
             f"{run.config.model.arch} is trained in float32: torch's bfloat16 gradient of its {tiny}, where "
@@ -27,3 +25,14 @@ def precision_of(run: AnyRun, module: ImageClassifier) -> torch.dtype | None:
             file=sys.stderr,
         )
     return None
+
+
+def name_of(run: AnyRun, module: ImageClassifier) -> str:
+    """``bf16`` or ``fp32``: in which of them the run is trained."""
+    return "fp32" if _tiny(run, module) is not None else run.runtime.precision
+
+
+def _tiny(run: AnyRun, module: ImageClassifier) -> str | None:
+    if run.runtime.precision != "bf16" or get_default_device().type != "cpu":
+        return None
+    return tiny_maps.found_in(module)

@@ -36,6 +36,8 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
     if "weights_sha256" not in known.get("model", {}):
         for tree in (old, new):
             tree["model"].pop("weights_sha256", None)
+    if "own_code" not in known:
+        new.pop("own_code", None)
     return differences(old, new)
 
 
@@ -104,6 +106,8 @@ class RunDirectory:
         self.run, self.path, self._file = run, path, file
         self.data_sha256 = "" if file is None else file.fingerprint
         self._metrics = path / "metrics.jsonl"
+        self.precision: str = run.runtime.precision
+        """In which arithmetic the run is trained."""
         self.config_sha256: str = from_main(self._config_sha256() if is_main() else None)
         """Digest of the directory's config.yaml, or of the one that will be written there."""
 
@@ -177,7 +181,7 @@ class RunDirectory:
         if privacy.noise_seed == "run":
             return public_secret(self.path, config.seed)
         content = "" if self._file is None else self._file.content_sha256()
-        return open_secret(self.path, self.config_sha256, content, self.run.runtime.precision)
+        return open_secret(self.path, self.config_sha256, content, self.precision)
 
     def history(self) -> list[Tree]:
         """The lines of ``metrics.jsonl`` so far."""

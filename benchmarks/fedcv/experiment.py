@@ -14,7 +14,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from benchmarks.core.clients import data_source, drawn_partition, protected_unit
+from benchmarks.core.clients import data_source, drawn_partition, partition_of, protected_unit
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
@@ -24,7 +24,6 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.arrays import Float32Array, IntArray
 from dataset.files import write_json
 from dataset.flair.mini import VERSION, MiniSpec
-from dataset.partitions.drawn import name_for
 from dataset.store.annotated_view import AnnotatedView
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
@@ -71,7 +70,7 @@ class OfAnnotatedImages(Experiment[C]):
         cache = int(run.runtime.cache_gb * 1e9)
         if self.followed == "val" and CARVED not in file.splits and not data.val_share:
             raise ValueError(f"{file.path} has no val split, and data.val_share is 0: {self.without_val}")
-        partition = data.partition and name_for(data.partition, run.config.seed)
+        partition = partition_of(file, data.partition, run.config.seed)
         dealt = drawn_partition(file, partition, data.taxonomy)
         self.view = self.view_of(
             file, partition, data.taxonomy, data.image_size, cache, data.val_share, dealt

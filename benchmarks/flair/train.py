@@ -21,7 +21,7 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.core.clients import dealt_sets
+from benchmarks.core.clients import dealt_sets, partition_of
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment
@@ -31,7 +31,6 @@ from benchmarks.flair import results as flair_results
 from benchmarks.flair.config import FLAIR, Config, Run
 from benchmarks.flair.results import SPLIT
 from dataset.cli import run as run_command
-from dataset.partitions.drawn import name_for
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.algorithms.per_user import users_with
@@ -87,6 +86,10 @@ class Flair(Experiment[Config]):
         """The images dealt at random, with ``data.partition: iid``, or by another partition."""
         return self._dealt
 
+    @property
+    def _name(self) -> str:
+        return partition_of(self.file, self.config.data.partition, self.config.seed) or ""
+
     @cached_property
     def _dealt(self) -> Partition | None:
         data, train = self.config.data, self.task.split("train")
@@ -94,12 +97,12 @@ class Flair(Experiment[Config]):
             return None
         if data.partition == "iid":
             return iid_partition(train, self.config.seed)
-        dealt = dealt_sets(self.file, name_for(data.partition, self.config.seed), data.taxonomy)
+        dealt = dealt_sets(self.file, self._name, data.taxonomy)
         return Partition(dealt.user_ids, dealt.rows, dealt.offsets)
 
     def protected(self) -> ProtectedUnit:
         """Real users, or the clients of a partition."""
-        name = name_for(self.config.data.partition, self.config.seed)
+        name = self._name
         return ProtectedUnit(None if name.startswith("user") else name)
 
     def check(self) -> None:

@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree, differences
+from benchmarks.core.own_code import own_code
 from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
 from benchmarks.sweep.report import (
@@ -38,6 +39,7 @@ from benchmarks.sweep.report import (
     write_tables,
 )
 from benchmarks.sweep.space import Sweep, command_words
+from dataset.files import OWN
 from pfl_ext.configs import STRICT
 from pfl_ext.tasks.ranking import Diverged
 
@@ -122,6 +124,7 @@ class LocalSweep:
         self._best = max if sweep.ranking.goal == "maximize" else min
         kept = {key: value for key, value in tree.items() if key != "run_cap"}  # it may be raised later
         identity = {"sweep": kept, "words": self.words, "seed": options.sweep_seed}
+        identity |= {"own_code": found} if (found := own_code()) else {}
         self.study = open_study(directory, sweep, json.loads(json.dumps(identity)))
         self._active: dict[int, tuple[Trial, TrialProcess]] = {}
         """The trials that are being trained, by their worker."""
@@ -349,6 +352,9 @@ class LocalSweep:
                 words += ["--data.val_share", f"{default.data.val_share:g}"]
             if config.evaluation.best_by != "last":
                 words += ["--evaluation.best_by", "last"]
+        given = benchmark.words(self.words)
+        words += ["--weights", given["weights"]] if "weights" in given else []
         words += ["--seed", str(config.seed + 1)]
         benchmark.parse(words)
-        return shlex.join(["python", "-m", self.sweep.program_module, *words])
+        own = f"{OWN}={shlex.quote(os.environ[OWN])} " if config.own_code else ""
+        return own + shlex.join(["python", "-m", self.sweep.program_module, *words])

@@ -33,8 +33,8 @@ from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.store.index import meaning
 
-NAMED = "federated.algorithm"
-"""The key that a row's name has where it is not its setting's own."""
+NAMED = "federated.algorithm "
+"""How a difference begins that a row's name says already."""
 
 
 def cells(row: Row, rounds: Sequence[int], batches: Sequence[int]) -> dict[str, str]:
@@ -110,19 +110,19 @@ def make_rows(runs: Sequence[RunRecord], centralised: Mapping[str, float]) -> li
     for seeds, tree in zip(groups, trees):
         rivals = [other for group, other in zip(groups, trees) if place(group[0]) == place(seeds[0])]
         name = VISION.name_of(seeds[0].config) or place(seeds[0])[0]
-        label = ", ".join([name, *differences(tree, rivals)])
+        shipped = seeds[0].config.setting.lower() in VISION.settings  # so that its name has the algorithm
+        told_apart = [each for each in differences(tree, rivals) if not (shipped and each.startswith(NAMED))]
+        label = ", ".join([name, *told_apart])
         reasons = paper.reasons_against(tree, seeds[0].outcome)
         rows.append(Row(label, seeds, centralised.get(seeds[0].data_key), reasons))
     return sorted(rows, key=lambda row: (row.name, row.partition, row.label))
 
 
 def differences(config: Tree, rivals: Sequence[Tree]) -> list[str]:
-    """``key value`` of each field but `NAMED` in which experiments of one setting and partition differ."""
+    """``key value`` of each field in which experiments of one setting and partition differ."""
     leaves, others = experiment(config, Config), [experiment(rival, Config) for rival in rivals]
     return [
-        f"{key} {value}"
-        for key, value in leaves.items()
-        if key != NAMED and any(other.get(key) != value for other in others)
+        f"{key} {value}" for key, value in leaves.items() if any(other.get(key) != value for other in others)
     ]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.core.clients import data_source, drawn_partition, protected_unit
+from benchmarks.core.clients import data_source, drawn_partition, partition_of, protected_unit
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment
@@ -28,7 +28,6 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
-from dataset.partitions.drawn import name_for
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
@@ -47,7 +46,7 @@ class VisualClassification(Experiment[Config]):
         super().__init__(run, file)
         data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
         share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
-        partition = data.partition and name_for(data.partition, run.config.seed)
+        partition = partition_of(file, data.partition, run.config.seed)
         dealt = drawn_partition(file, partition, data.taxonomy)
         self.task = SingleLabelView(file, partition, data.taxonomy, data.image_size, cache, share, dealt)
         if data.scored == "test":

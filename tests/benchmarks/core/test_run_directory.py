@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.core.mini import CLASSES_FILE
 from benchmarks.core.run_directory import directory_of
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main
+from benchmarks.visual_classification.train import VisualClassification
 from dataset.cli import run
+from dataset.files import write_json
 from dataset.flair.mini import write_mini
 from tests.benchmarks.conftest import SMALL, TINY, Train
 from tests.benchmarks.made_runs import make_run
@@ -58,7 +62,11 @@ def test_a_folder_names_another_algorithm_than_its_settings(
 
 
 def test_the_config_of_a_run_brings_the_runs_file(
-    train: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train,
+    mini_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no mini set with a scale of its own where that file is gone."""
     data = tmp_path / "own.hdf5"
@@ -75,18 +83,34 @@ def test_the_config_of_a_run_brings_the_runs_file(
     again(f"--run_dir={tmp_path / 'second'}")
     assert results(tmp_path / "second") | {"wall_clock_s": 0} == results(first) | {"wall_clock_s": 0}
     data.rename(tmp_path / "moved.hdf5")
-    assert f"is of a run on {data}, which is not there: give --data_path" in again("--seed=7", code=2)
+    assert f"data file, {data}, which is not there: give --data_path" in again("--seed=7", code=2)
     again("--seed=7", f"--run_dir={tmp_path / 'third'}", f"--data_path={tmp_path / 'moved.hdf5'}")
     write_mini(data, replace(TINY, train_users=9))
     assert f"is of a run on other data than {data} holds today" in again("--seed=8", code=2)
+    said = json.loads((first / "results.json").read_text())
     (first / "results.json").unlink()
-    assert "is of a run that has not ended: give --data_path" in again("--seed=8", code=2)
+    monkeypatch.chdir(tmp_path)  # where there is no data/flair.hdf5
+    assert "needs its run's data file, data/flair.hdf5, which is not there" in again("--seed=8", code=2)
+    write_json(first / "results.json", {"dataset": said["dataset"]})  # as of a public release
+    (first / "checkpoint" / "data.json").unlink()
+    again("--seed=8", f"--run_dir={tmp_path / 'fourth'}")
+
+
+def test_the_config_of_a_run_with_another_data_set_brings_no_file(
+    vision: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = vision("--federated.num_rounds=1", name="first")
+    words = ["--config", str(first / "config.yaml")]
+    monkeypatch.chdir(tmp_path)
+    assert VisualClassification.resolve_data(words) == (words, Path(results(first)["dataset"]))
+    other = [*words, "--data.dataset", "cifar100"]
+    assert VisualClassification.resolve_data(other)[1] == CLASSES_FILE
 
 
 def test_what_is_said_of_a_longer_run_can_be_typed(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train()
+    directory = train("--runtime.keep_checkpoints=false")
     train("--federated.num_rounds=4", code=2)
     said = error_line(capsys)
     words = re.search(r"--run_dir; (--.*) lets a new run begin with its model", said)

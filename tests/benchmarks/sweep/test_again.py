@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks.sweep.command import main
 from benchmarks.visual_classification.train import main as vision_main
 from dataset.cli import run
 from tests.benchmarks.conftest import VISION_SMALL
@@ -17,27 +15,31 @@ from tests.benchmarks.run_files import results
 from tests.benchmarks.sparing import sparingly
 from tests.benchmarks.sweep.conftest import SHORT
 from tests.benchmarks.sweep.test_space import written
+from tests.launching import environment, warmly
 
 SAID = re.compile(r"the best trial again, by another seed and scored on test:\n  python -m (\S+) (.*)\n")
 HELD_OUT = ("--data.scored=val", "--data.val_share=0.3", "--evaluation.best_by=accuracy")
 LOCALLY = ("--local_privacy.epsilon=4", "--federated.weighting=users")
 
 
-def swept(folder: Path, data: Path, *words: str, **more: Any) -> None:
+def swept(folder: Path, data: Path, *words: str, **more: Any) -> str:
+    """What a sweep of two rates prints, in a process of its own, which forks its trials."""
     rates = {"local.learning_rate": {"values": [1e-6, 0.05]}, "seed": {"value": 3}}
     fixed = (f"--data_path={data}", f"--sweep_dir={folder / 'sweep'}", "--local=true")
-    with sparingly(draw=False):
-        assert run(main, [written(folder, rates, **more), *fixed, *words]) == 0
+    command = warmly("benchmarks.sweep", written(folder, rates, **more), *fixed, *words)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
-    classes_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    classes_file: Path, tmp_path: Path
 ) -> None:
     small = [word for word in VISION_SMALL if "progress" not in word and "learning_rate" not in word]
     program = {"program": "benchmarks.visual_classification.train", "command": None}
     best = {"metric": {"name": "val/accuracy", "goal": "maximize"}}
-    swept(tmp_path, classes_file, "--config=cifar10-fedavg", *small, *HELD_OUT, **program, **best)
-    said = SAID.search(capsys.readouterr().out)
+    words = ("--config=cifar10-fedavg", *small, *HELD_OUT)
+    said = SAID.search(swept(tmp_path, classes_file, *words, **program, **best))
     assert said is not None
     assert said[1] == "benchmarks.visual_classification.train"
     first = (tmp_path / "sweep" / "table.csv").read_text().splitlines()[1].split(",")[-1]
@@ -53,9 +55,8 @@ def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
     assert (found["seed"], found["dataset"]) == (4, str(classes_file))
 
 
-def test_a_private_sweep_offers_no_seed(
-    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_private_sweep_offers_no_seed(mini_file: Path, tmp_path: Path) -> None:
     """Who gives a seed publishes the noise."""
-    swept(tmp_path, mini_file, *SHORT, "--federated.num_rounds=1", *LOCALLY)
-    assert SAID.search(capsys.readouterr().out) is None
+    said = swept(tmp_path, mini_file, *SHORT, "--federated.num_rounds=1", *LOCALLY)
+    assert "sweep directory: " in said
+    assert SAID.search(said) is None
