@@ -147,8 +147,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
         if isinstance(network, Configured | Architecture):
             return network.build(num_labels, config)
         return network(num_labels, config.input_size)
-    known = [*zoo.list_models(module=zoo), *NETWORKS.names()]
-    if arch not in known:
+    if arch not in (known := [*zoo.list_models(module=zoo), *NETWORKS.names()]):
         near = difflib.get_close_matches(arch, known, 1)
         hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
         raise ValueError(f"model.arch is {arch!r}, a network that is not known; {hint}{of_ones_own()}")

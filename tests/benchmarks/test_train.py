@@ -293,10 +293,13 @@ def test_a_finished_run_is_shown_again_and_not_repeated(
 
 
 def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) -> None:
-    model = train() / MODEL
+    directory = train()
     rates = "(local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5): choose another --run_dir"
     refused(rates, "--local.learning_rate=0.07", "--seed=5")
-    refused(f"run_dir; --weights {model} --model.keep_head true lets a new", "--federated.num_rounds=9")
+    refused(f"run_dir; --extend {directory} makes a longer run of it", "--federated.num_rounds=9")
+    short = train("--runtime.keep_checkpoints=false", name="short") / MODEL
+    pretrained = f"--model.pretrained true --weights {short} --model.keep_head true lets a new"
+    refused(f"run_dir; {pretrained}", "--federated.num_rounds=9", name="short")
     refused("already holds a run", "--resume=never")
 
 
