@@ -28,7 +28,7 @@ from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
 from dataset import pages
-from dataset.cli import output_folder
+from dataset.cli import input_file, output_folder
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.pages import Html, join, section, tag
@@ -122,7 +122,7 @@ def _named(comparison: Comparison, crossing: Crossed | None, path: Path) -> tupl
     Raises:
         ValueError: when it cannot be read, or holds a label that there is not.
     """
-    names = {str(label): name for label, name in read_yaml(path).items()}
+    names = {str(label): name for label, name in read_yaml(input_file("--names", path)).items()}
     if bad := [label for label, name in names.items() if not (isinstance(name, str) and name.strip())]:
         raise ValueError(f"--names {path}: the name of {bad[0]!r} is no text; put it in quotes")
     labels = [group.label for group in comparison.groups]

@@ -148,10 +148,6 @@ def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:
     ]
 
 
-STEPS = ("rounds", "epochs", "rounds or epochs", "epochs or rounds")
-"""What `units` may say: there is no half of one."""
-
-
 def units(groups: Sequence[Group]) -> str:
     """What the steps of these groups are: ``rounds``, ``epochs``, or both."""
     return " or ".join(dict.fromkeys(f"{group.runs[0].config.unit}s" for group in groups))
@@ -182,7 +178,8 @@ def draw(axes: Axes, chart: Chart, labels: Sequence[str] | None, colours: Sequen
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x_label in STEPS))
+        whole = set(chart.x_label.split(" or ")) <= {"rounds", "epochs"}  # there is no half of one
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole))
     axes.grid(color=line_colour, linewidth=0.6, alpha=0.45)
     axes.tick_params(colors=ink, which="both", labelsize=9)
     for side, edge in axes.spines.items():

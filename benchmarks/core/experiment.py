@@ -22,6 +22,7 @@ from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.weights import check_classes, check_normalisation
 from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
+from dataset.store.probe import probe
 from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.checkpoint import read_json
 from pfl_ext.data.federated_dataset import ImageStore, Partition
@@ -38,13 +39,15 @@ C = TypeVar("C", bound=TrainingConfig)
 def data_of(directory: Path) -> Path | None:
     """The file that a run learnt from; None: it has not ended, and does not say."""
     results = directory / "results.json"
-    return Path(str(read_json(results).get("dataset"))) if results.exists() else None
+    said = read_json(results).get("dataset") if results.exists() else None
+    return None if said is None else Path(str(said))
 
 
 def check_data_of(directory: Path, path: Path) -> None:
     """Refuse, in one line, a file that is not what the run in ``directory`` learnt from, where it says so."""
     said = (directory / "results.json", "data_sha256"), (directory / "checkpoint" / "data.json", "sha256")
     known = {read_json(file).get(key) for file, key in said if file.exists()} - {None}
+    probe(path)  # before this process opens it
     with DataFile(path) as file:
         if known - {file.fingerprint}:
             raise ValueError(

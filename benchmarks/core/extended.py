@@ -25,42 +25,42 @@ def check_extension(run: AnyRun, files: RunDirectory) -> None:
     """
     if run.extend is None or has_begun(files.path):
         return
-    place = f"--extend {run.extend}"
+    asked = f"--extend {run.extend}"
     if not has_begun(run.extend):
-        raise ValueError(f"{place} holds no run: give the folder of one")
+        raise ValueError(f"{asked} holds no run: give the folder of one")
     known = read_yaml(run.extend / "config.yaml")
     length = LENGTHS[0 if run.config.mode == "federated" else 1]
     changed = run_differences(known, run)
     if [change for change in changed if not change.startswith(f"{length}: ")]:
-        raise ValueError(f"{place} is a run of another config ({'; '.join(changed)}): change {length} alone")
+        raise ValueError(f"{asked} is a run of another config ({'; '.join(changed)}): change {length} alone")
     assert run.benchmark is not None
     config, old = run.config, run.benchmark.read(known, "config.yaml")
     if config.num_steps <= old.num_steps:
-        raise ValueError(f"{place} has {old.num_steps} {config.unit}s: set {length} to more")
+        raise ValueError(f"{asked} has {old.num_steps} {config.unit}s: set {length} to more")
     if config.is_private:
-        raise ValueError(f"{place} is private, and its noise is for {old.num_steps} rounds: begin a new run")
+        raise ValueError(f"{asked} is private, and its noise is for {old.num_steps} rounds: begin a new run")
     if config.mode == "federated" and (
         config.federated.chosen.reads_length or config.federated.chosen.only_last
     ):
         raise ValueError(
-            f"{place} is of federated.algorithm {config.federated.name}, whose rounds depend on how many "
+            f"{asked} is of federated.algorithm {config.federated.name}, whose rounds depend on how many "
             "there are: begin a new run"
         )
     if any(_rates(config, step) != _rates(old, step) for step in range(old.num_steps)):
         raise ValueError(
-            f"{place} has a learning rate whose schedule depends on {length}: a run of {config.num_steps} "
+            f"{asked} has a learning rate whose schedule depends on {length}: a run of {config.num_steps} "
             f"{config.unit}s would have had others"
         )
     every = config.evaluation.every_rounds if config.mode == "federated" else config.evaluation.every_epochs
     account = _account(run)
     if account["ended"] and old.num_steps % every:
         raise ValueError(
-            f"{place} scored its last model after {old.num_steps} {config.unit}s, which is no multiple of "
+            f"{asked} scored its last model after {old.num_steps} {config.unit}s, which is no multiple of "
             f"evaluation.every_{config.unit}s = {every}: begin a new run"
         )
     sha256 = checkpoint.read_json(run.extend / "checkpoint" / "data.json").get("sha256")
     if sha256 != files.data_sha256:
-        raise ValueError(f"{place} is a run on other data: give its file by --data_path")
+        raise ValueError(f"{asked} is a run on other data: give its file by --data_path")
 
 
 def extend(run: AnyRun, files: RunDirectory) -> None:

@@ -89,7 +89,7 @@ def _files(module: ModuleType) -> dict[str, str]:
     top = sys.modules[module.__name__.partition(".")[0]]
     if top.__name__ in PROJECT:
         return {module.__name__: file_digest(Path(str(module.__file__)))}
-    folder, left = _place(top), [top]
+    folder, left, seen = _place(top), [top], PROJECT | {top.__name__}
     while left:
         one = left.pop()
         inside = [Path(place) for place in getattr(one, "__path__", ())]
@@ -98,11 +98,9 @@ def _files(module: ModuleType) -> dict[str, str]:
             paths = {one.__name__: Path(str(one.__file__))}
         for name, path in sorted(paths.items()):
             found[name] = file_digest(path)
-            for other in sorted(_imported(path)):
-                near = sys.modules.get(other)
-                known = {each.partition("/")[0] for each in found} | {each.__name__ for each in left}
-                if near and folder and _place(near) == folder and not {other} & (known | PROJECT):
-                    left.append(near)
+            new = sorted(_imported(path) - seen) if folder else []
+            seen |= set(new)
+            left += [near for other in new if (near := sys.modules.get(other)) and _place(near) == folder]
     return found
 
 

@@ -96,6 +96,9 @@ def test_rows_of_named_keys_may_differ_in_others_and_say_so(tmp_path: Path) -> N
 def test_what_makes_no_table_is_refused(words: list[str], why: str, runs: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=why):
         written(tmp_path, str(runs), *words)
+    (tmp_path / "names.yaml").unlink()
+    with pytest.raises(ValueError, match=r"^--names .*names\.yaml"):
+        written(tmp_path, str(runs), *BY_RATE, "--names", str(tmp_path / "names.yaml"))
     assert not (tmp_path / "out" / "compare.html").exists()
 
 
