@@ -295,6 +295,8 @@ def train_federated(
         state, line = algorithm.round(state, number)
         if number == first:  # the first round decides; a run that goes on after its last has it of its file
             recorder.arithmetic = algorithm.arithmetic(precision)
+            if recorder.ledger is not None:
+                recorder.ledger.warn_of_noise()
         if seconds := worker_seconds():
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         recorder.step_done(number, line, state)

@@ -149,6 +149,20 @@ class Ledger(ABC):
             if warning := self._warning():
                 print(f"WARNING: {warning}", file=sys.stderr)
 
+    def warn_of_noise(self) -> None:
+        """Say on stderr, after a round, where noise is longer than all rounds' updates together can be."""
+        rounds, ratio = self._run_config.federated.num_rounds, self.mechanism.greatest_ratio
+        over_all = ratio * np.sqrt(rounds)  # updates may all point one way, and independent noise does not
+        central = self._run_config.privacy
+        if is_main() and (central is None or central.band == 1) and over_all < 1:
+            print(
+                f"WARNING: the noise of a round is {1 / ratio:,.3g} times as long as the mean update can be "
+                f"at most, that of all {rounds:,} rounds {1 / over_all:,.3g} times as long as all updates "
+                "together: hardly anything can be learnt. Larger cohorts, a larger epsilon, or fewer trained "
+                "parameters (a smaller network, model.trained) change that",
+                file=sys.stderr,
+            )
+
     def cover(self, rounds: int, history: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """See that ``privacy.json`` counts so many rounds, before anything of the last of them is written."""
         if rounds > self._counted:

@@ -119,6 +119,8 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         self._mechanism = mechanism
         self._bound = bound
         self.rounds_done = 0  # rounds whose noisy mean was released
+        self.greatest_ratio = math.nan
+        """Of the last round: C over the expected norm of the noise on the mean, which no mean can surpass."""
 
     @property
     def clipping_bound(self) -> float:
@@ -189,10 +191,13 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
             )
         tally = stats.pop(TALLY)[0].tolist()
         bound, users = self.clipping_bound, round(tally[0])
-        noise, noise_std = self._noise(central_context, sum(t.numel() for t in stats.values()), users)
+        size = sum(t.numel() for t in stats.values())
+        noise, noise_std = self._noise(central_context, size, users)
         stats, added = self._mechanism.add(stats, noise, noise_std, metric_name)
         stats.weight = self._divisor(users)
-        metrics = self._round_metrics(bound, tally, added, stats.weight)
+        std = added[metric_name("DP noise std. dev.")].overall_value / stats.weight
+        self.greatest_ratio = bound / (std * math.sqrt(size)) if std else math.inf
+        metrics = self._round_metrics(bound, tally, added, std)
         metrics |= self._adapt(central_context, tally[4])
         self.rounds_done += 1
         return stats, metrics
@@ -203,9 +208,8 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         named = {name: str(metric_name(name, self.local)) for name in METRICS}
         return {name: values[key] for name, key in named.items() if key in values}
 
-    def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics, divisor: float) -> Metrics:
+    def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics, std: float) -> Metrics:
         users, clipped, refused, norms, _ = tally
-        std = added[metric_name("DP noise std. dev.")].overall_value
         ratio = added[metric_name("signal-to-DP-noise ratio")].overall_value
         values = [
             Weighted.from_unweighted(bound),
@@ -213,7 +217,7 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
             Weighted(norms, users - refused),
             Weighted.from_unweighted(refused),
             Weighted.from_unweighted(users),
-            Weighted.from_unweighted(std / divisor),
+            Weighted.from_unweighted(std),
             Weighted.from_unweighted(ratio),
         ]
         return Metrics([(metric_name(name, self.local), value) for name, value in zip(METRICS, values)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
 from pfl_ext.privacy.banded import BandedFactor
 from pfl_ext.privacy.central import AdaptivePrivateMean
 from pfl_ext.privacy.mechanisms import BOUND_RANGE
+from tests.benchmarks.conftest import Train
+from tests.benchmarks.run_files import results
 
 
 def calibration(**config: Any) -> Calibration:
@@ -155,3 +160,43 @@ def test_the_adaptive_bound_stays_in_its_range_however_large_its_step(clip_step:
         )
         mean._adapt(context, 0.0)
         assert BOUND_RANGE[0] <= mean.clipping_bound <= BOUND_RANGE[1]
+
+
+PRIVATE = (
+    "--config=pfl-r-17",
+    "--privacy.epsilon=9",
+    "--privacy.delta=0.01",
+    "--privacy.indicator_std_fraction=0.5",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ((*PRIVATE, "--privacy.noise_cohort_size=none"), True),
+        ((*PRIVATE, "--privacy.noise_cohort_size=100000", "--privacy.noise_population=1000000"), False),
+        (("--federated.weighting=users", "--local_privacy.epsilon=4"), True),
+        (
+            (*PRIVATE, "--privacy.noise_cohort_size=none", "--privacy.sampler=cyclic", "--privacy.band=2"),
+            False,
+        ),
+    ],
+    ids=["as executed", "a large system's noise", "local", "noise of rounds cancels"],
+)
+def test_noise_that_drowns_all_updates_is_warned_of(
+    options: Sequence[str], warned: bool, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*options)
+    found = re.search(
+        r"noise of a round is (\S+) times as long.* of all 3 rounds (\S+) times",
+        capsys.readouterr().err,
+    )
+    assert bool(found) == warned
+    if found:
+        each = json.loads((directory / "privacy.json").read_text())["by_round"]
+        std, bound = each["noise std. dev. on the mean"][0], each["clipping bound"][0]
+        times = std * results(directory)["trainable_parameters"] ** 0.5 / bound
+        assert [float(number) for number in found.groups()] == pytest.approx(
+            [times, times / 3**0.5], rel=5e-3
+        )
+        assert each["signal-to-noise ratio"][0] <= 1.01 / times * max(1, each["users"][0] / 4)
