@@ -25,7 +25,7 @@ HALF_WRITTEN = (".*.partial", ".tmp??????")
 _NO_LOCKS = frozenset((errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL))
 _BLOCK = 1 << 20
 OWN = "FL_IMPORT"
-"""The environment variable with the names of a user's own modules, separated by commas."""
+"""The environment variable with the names, or paths, of a user's own modules, separated by commas."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -207,21 +207,25 @@ def import_all(package: str) -> None:
 
 def own_modules() -> list[ModuleType]:
     """The user's modules that the environment variable `OWN` names, imported from the current folder or the
-    path of modules.
+    path of modules; a name that ends in ``.py`` is the path of a file.
 
     Raises:
-        ValueError: one line that names the module, if importing it raises anything.
+        ValueError: one line that names the module, if importing it raises anything, or if another module has
+            the name of a file.
     """
-    names = [name.strip() for name in os.environ.get(OWN, "").split(",") if name.strip()]
-    if names and (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
     found = []
-    for name in names:
+    for name in filter(None, map(str.strip, os.environ.get(OWN, "").split(","))):
+        path = Path(name).absolute() if name.endswith(".py") else None
+        if (folder := str(path.parent if path else Path.cwd())) not in sys.path:
+            sys.path.append(folder)
         try:
-            found.append(importlib.import_module(name))
+            found.append(importlib.import_module(path.stem if path else name))
         except (Exception, SystemExit) as fault:
             raise ValueError(
-                f"{OWN} names {name}, which cannot be imported from here or PYTHONPATH "
+                f"{OWN} names {name}, which cannot be imported{'' if path else ' from here or PYTHONPATH'} "
                 f"({type(fault).__name__}: {fault}): repair it, or unset {OWN}"
             ) from fault
+        place = getattr(found[-1], "__file__", None)
+        if path and not (place and path.exists() and Path(place).samefile(path)):
+            raise ValueError(f"{OWN} names {name}, but {path.stem} is {place} here: rename the file")
     return found

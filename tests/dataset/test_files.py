@@ -4,11 +4,12 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
 
-from dataset.files import file_digest, locked, replacing, write_bytes
+from dataset.files import OWN, file_digest, locked, own_modules, replacing, write_bytes
 
 
 def test_a_block_that_raises_leaves_the_old_content_and_no_other_file(tmp_path: Path) -> None:
@@ -49,3 +50,26 @@ def test_a_digest_is_that_of_all_bytes(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     assert file_digest(tmp_path / "file") == hashlib.sha256(content).hexdigest()
     assert file_digest(tmp_path / "file", "md5") == hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def test_ones_own_file_is_named_by_its_path_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ideas").mkdir()
+    for name in ("by_path", "beside", "json"):
+        (tmp_path / "ideas" / f"{name}.py").write_text(
+            "import beside\n" if name == "by_path" else "here = 1\n"
+        )
+    for named in ("ideas/by_path.py", f" {tmp_path}/ideas/by_path.py,beside"):
+        monkeypatch.setenv(OWN, named)
+        assert Path(str(own_modules()[0].__file__)).stem == "by_path"
+    monkeypatch.setenv(OWN, "ideas/json.py")
+    with pytest.raises(
+        ValueError, match=r"names ideas/json.py, but json is /.*json/__init__.py here: rename"
+    ):
+        own_modules()
+    monkeypatch.setenv(OWN, "ideas/none.py")
+    with pytest.raises(ValueError, match=r"names ideas/none.py, which cannot be imported \(ModuleNotFound"):
+        own_modules()
+    for name in ("by_path", "beside"):
+        del sys.modules[name]
