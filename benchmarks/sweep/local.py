@@ -30,14 +30,7 @@ from benchmarks.core.config.trees import Tree, differences
 from benchmarks.core.own_code import own_code
 from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
-from benchmarks.sweep.report import (
-    Row,
-    other_models,
-    over_seeds,
-    parallel_coordinates,
-    table,
-    write_tables,
-)
+from benchmarks.sweep.report import Row, draw_trials, other_models, over_seeds, table, write_tables
 from benchmarks.sweep.space import Sweep, command_words
 from dataset.files import OWN
 from pfl_ext.configs import STRICT
@@ -317,8 +310,8 @@ class LocalSweep:
     def report(self) -> None:
         """Table and plot of what there is."""
         rows = self.rows()
-        text, stem = self._write(rows), self.directory / "plots" / "parallel_coordinates"
-        drawn = parallel_coordinates(rows, self.sweep, self.sweep.name or self.directory.name, stem)
+        text, title = self._write(rows), self.sweep.name or self.directory.name
+        drawn = draw_trials(rows, self.sweep, title, self.directory / "plots")
         print(f"\n{text}\n")
         if (again := self._again(rows)) is not None:
             print(f"the best trial again, by another seed and scored on test:\n  {again}\n")

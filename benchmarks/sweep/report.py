@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.visualization.matplotlib import plot_parallel_coordinate
 
-from benchmarks.reporting.plots import plain_log, save
+from benchmarks.reporting.plots import plain_log, save, save_both
 from benchmarks.reporting.tables import csv_table, markdown_table
 from benchmarks.sweep.space import Metric, Sweep
 from dataset.files import write_bytes
@@ -29,6 +29,8 @@ MOST_TICKS = 100
 """Most values of a parameter drawn as categories; one of more whole numbers is drawn as a scale."""
 MOST_LABELS = 12
 """Most tick labels of an axis of categories."""
+SCALES = 8
+"""Values whose greatest is so many times the least are drawn on a logarithmic axis."""
 PAD = 0.06
 """What is left free at both ends of an axis, as a share of its height."""
 
@@ -164,6 +166,62 @@ def _make_readable(axes: Axes) -> None:
         axes.set_yticks(axes.get_yticks()[::every], labels[::every])
     for label in axes.get_yticklabels():
         label.set_path_effects([withStroke(linewidth=3, foreground="white")])
+
+
+def draw_trials(rows: Sequence[Row], sweep: Sweep, title: str, folder: Path) -> bool:
+    """The picture of all trials: `scores_over` the one key that is swept besides seeds, or else
+    `parallel_coordinates`; False with fewer than two scored trials."""
+    keys = [name for name in sweep.space if name != "seed"]
+    if len(keys) == 1:
+        return scores_over(keys[0], rows, sweep.ranking.name, title, folder / "scores")
+    return parallel_coordinates(rows, sweep, title, folder / "parallel_coordinates")
+
+
+def scores_over(key: str, rows: Sequence[Row], metric: str, title: str, stem: Path) -> bool:
+    """A point for each trial and a line through the means over seeds, as PNG and SVG.
+
+    Trials that diverged are crosses at the lower edge. False with fewer than two scored trials.
+    """
+    scored = [(row.point[key], row.score) for row in rows if row.score is not None]
+    if len(scored) < 2:
+        return False
+    lost = [row.point[key] for row in rows if row.status == "diverged"]
+    values = list(dict.fromkeys([value for value, _ in scored] + lost))
+    measured = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    values = sorted(values) if measured else values
+    places = {value: value if measured else place for place, value in enumerate(values)}
+    means = {
+        value: statistics.fmean(s for v, s in scored if v == value) for value in values if value not in lost
+    }
+    plt.switch_backend("agg")
+    figure, axes = plt.subplots(layout="constrained")
+    axes.plot([places[value] for value in means], list(means.values()), color="C0", zorder=1)
+    axes.scatter(
+        [places[value] for value, _ in scored], [score for _, score in scored], color="C0", label="a trial"
+    )
+    if lost:
+        at_edge = axes.get_xaxis_transform()
+        axes.plot(
+            [places[v] for v in lost],
+            [0.03] * len(lost),
+            "x",
+            color="C3",
+            transform=at_edge,
+            label="diverged",
+        )
+        axes.legend(frameon=False)
+    if measured and values[0] > 0 and values[-1] / values[0] >= SCALES:
+        axes.set_xscale("log")
+    axes.minorticks_off()
+    shown_values = values[:: -(-len(values) // MOST_LABELS)]
+    axes.set_xticks(
+        [places[value] for value in shown_values],
+        [f"{value:.3g}" if measured else str(value) for value in shown_values],
+    )
+    axes.set(xlabel=key, ylabel=metric, title=f"{title}: {len(scored)} trials")
+    save_both(figure, stem)
+    plt.close(figure)
+    return True
 
 
 def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Path) -> bool:

@@ -20,7 +20,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.flair import train as flair_train
 from benchmarks.flair.config import FLAIR
 from benchmarks.sweep.local import LocalSweep, Options
-from benchmarks.sweep.report import parallel_coordinates
+from benchmarks.sweep.report import draw_trials
 from benchmarks.sweep.space import read_sweep
 from pfl_ext.tasks.ranking import Diverged
 from tests.benchmarks.conftest import SMALL
@@ -80,8 +80,8 @@ def doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lo
 
     Nothing is drawn: `killed_sweep` has the pictures.
     """
-    undrawn = create_autospec(parallel_coordinates, return_value=False)
-    monkeypatch.setattr("benchmarks.sweep.local.parallel_coordinates", undrawn)
+    undrawn = create_autospec(draw_trials, return_value=False)
+    monkeypatch.setattr("benchmarks.sweep.local.draw_trials", undrawn)
 
     def make(
         parameters: Tree,

@@ -13,6 +13,7 @@ from benchmarks.sweep.report import (
     MOST_LABELS,
     PAD,
     Row,
+    draw_trials,
     other_models,
     over_seeds,
     parallel_coordinates,
@@ -112,6 +113,36 @@ def test_no_line_of_the_picture_runs_along_its_frame(tmp_path: Path, monkeypatch
         places = (np.array([low, high]) - limits[0]) / np.ptp(limits)
         np.testing.assert_allclose(places, np.array([PAD, 1 + PAD]) / (1 + 2 * PAD))
     assert len(images.get_yticklabels()) <= MOST_LABELS
+
+
+@pytest.mark.parametrize("values", [[0.01, 0.1, 1.0], ["none", "horizontal", None]])
+def test_one_swept_key_is_drawn_as_scores_over_its_values(
+    values: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line goes through the means over seeds; a value one of whose seeds diverged has none."""
+    sweep, _, _ = read_sweep(
+        written(tmp_path, {"server.learning_rate": {"values": [0.01, 0.1, 1.0]}, "seed": {"values": [0, 1]}})
+    )
+    scores = [20.0, 40.0, 50.0, 60.0, 10.0, None]
+    rows = [
+        Row(i, {"server.learning_rate": values[i // 2], "seed": i % 2}, "finished" if score else "diverged",
+            score, 3, None, 1.0, "x")
+        for i, score in enumerate(scores)
+    ]  # fmt: skip
+    figures: list[Figure] = []
+    monkeypatch.setattr("benchmarks.sweep.report.save_both", lambda figure, stem: figures.append(figure))
+    assert draw_trials(rows, sweep, "t", tmp_path / "plots")
+    (axes,) = figures[0].axes
+    line, crosses = axes.lines
+    places = values if values[0] == 0.01 else [0, 1, 2]
+    assert np.array_equal(line.get_xydata(), [(places[0], 30), (places[1], 55)])
+    assert np.array_equal(crosses.get_xdata(), places[2:])
+    points = axes.collections[0].get_offsets()
+    assert np.array_equal(points, [(places[i // 2], score) for i, score in enumerate(scores) if score])
+    assert axes.get_xscale() == ("log" if values[0] == 0.01 else "linear")
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        str(value).removesuffix(".0") for value in values
+    ]
 
 
 def test_one_scored_trial_makes_no_plot(tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def test_each_trial_is_a_plain_run_of_what_was_asked_for(
     table = list(csv.DictReader((sweep / "table.csv").read_text().splitlines()))
     assert [row["rank"] for row in table] == ["1", "2"]
     assert float(table[0]["best val/C-AP"]) >= float(table[1]["best val/C-AP"])
-    assert (sweep / "plots" / "parallel_coordinates.png").read_bytes().startswith(b"\x89PNG")
-    assert b"</svg>" in (sweep / "plots" / "parallel_coordinates.svg").read_bytes()
+    assert (sweep / "plots" / "scores.png").read_bytes().startswith(b"\x89PNG")
+    assert b"</svg>" in (sweep / "plots" / "scores.svg").read_bytes()
     before = (sweep / "table.csv").read_bytes()
     capsys.readouterr()
     assert run(main, killed_sweep.argv) == 0
