@@ -210,7 +210,7 @@ flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and f
 	  --output_dir $(or $(OUT),figures)
 
 flair-sweep: np-given $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
-	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(ON),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
+	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) $(FILE) $(ARGS)
 
 # Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks | cifar10_pfl, into data/$(DATASET).hdf5.
 DATASET ?= cifar10
@@ -239,7 +239,7 @@ vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="ru
 vision-sweep: np-given $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
 	  --program $(VISION).train \
-	  $(if $(ON),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
+	  $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) $(FILE) $(ARGS)
 
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
@@ -249,7 +249,7 @@ DATA_detection      = street
 DATA_classification = $(if $(ALGORITHM),cifar10,cifar100)
 FEDCV_DATASET = $(if $(filter file,$(origin DATASET)),$(DATA_$(TASK)),$(DATASET))
 ##@ FedCV: classification, segmentation, detection
-fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes | yolo with ARGS="--source DIR"
+fedcv-data: $(if $(filter file,$(origin DATASET)),fedcv-task-given) fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes | yolo with ARGS="--source DIR"
 	$(PY) -m dataset.$(FEDCV_DATASET).download_preprocess --output_file data/$(FEDCV_DATASET).hdf5 $(ARGS)
 
 FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))

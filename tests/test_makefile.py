@@ -263,10 +263,26 @@ def test_centralised_training_has_no_algorithm(tmp_path: Path) -> None:
         (("ALGORITHM=dsgd",), "cifar10"),
     ],
 )
-def test_fedcvs_data_are_those_of_the_task(words: tuple[str, ...], name: str, tmp_path: Path) -> None:
-    assert f"dataset.{name}.download_preprocess --output_file data/{name}.hdf5" in asked(
-        tmp_path, "fedcv-data", *words
+def test_fedcvs_data_are_those_of_the_task(words: tuple[str, ...], name: str) -> None:
+    said = run_make(ROOT, "-n", "fedcv-data", *words).stdout
+    assert f"dataset.{name}.download_preprocess --output_file data/{name}.hdf5" in said
+
+
+@pytest.mark.parametrize("target", ["fedcv-data", "fedcv-fl", "fedcv-c"])
+def test_a_wrong_task_is_named_as_such(target: str) -> None:
+    """`fedcv-data` called the data set wrong, which nobody had given."""
+    done = run_make(ROOT, target, "TASK=wrong")
+    assert done.stderr.startswith(
+        "error: TASK is 'wrong': choose any of classification detection segmentation"
     )
+
+
+@pytest.mark.parametrize("target", SWEEPS)
+def test_workers_of_a_sweep_are_those_of_local_trials(target: str, tmp_path: Path) -> None:
+    """Without LOCAL=1 the number was not read; the command refuses it."""
+    assert "--local" not in (words := asked(tmp_path, target, "NP=2"))
+    assert "--np 2" in words
+    assert "--local true --np 2" in asked(tmp_path, target, "NP=2", "LOCAL=1")
 
 
 @pytest.mark.parametrize("word", ["CUDA_VISIBLE_DEVICES=0", "OMP_NUM_THREADS=1", "SHELL=/bin/bash", "CC=gcc"])
