@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -118,6 +119,20 @@ def _measures(run: RunRecord) -> Iterator[Measure]:
         yield from _privacy(run, run.privacy)
 
 
+def without_repeated_last(found: Mapping[Path, Sequence[Measure]]) -> dict[Path, Sequence[Measure]]:
+    """The measures of runs, by directory, without those of the last model where no run has a better one.
+
+    Where some run has, all are kept: their mean must be over all seeds.
+    """
+    if any(_scores_in(each, "last") not in ({}, _scores_in(each, "test")) for each in found.values()):
+        return dict(found)
+    return {path: [one for one in each if one.section != SPLITS["last"]] for path, each in found.items()}
+
+
+def _scores_in(found: Sequence[Measure], split: str) -> dict[str, float]:
+    return {one.name: one.value for one in found if one.section == SPLITS[split]}
+
+
 def _unit_of_users(key: str, score: str) -> Unit:
     if key in single_users.COUNTS:
         return "count"
@@ -128,9 +143,9 @@ def _unit_of_users(key: str, score: str) -> Unit:
 
 def _scores(results: Tree) -> Iterator[Measure]:
     tables = {"test": results.get("test"), "val": results.get("val")}
-    last = (results.get("last") or {}).get("test")
-    if last != tables["test"]:
-        tables["last"] = last
+    tables["last"] = (results.get("last") or {}).get("test")
+    if tables["last"] is None and results.get("best_step") == results.get("rounds", -1):
+        tables["last"] = tables["test"]
     for split, scores in tables.items():
         for name, value in (scores or {}).items():
             unit: Unit = "loss" if name == "loss" else "percent"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.groups import Comparison, Group, labelled
-from benchmarks.compare.measures import Measure, measures
+from benchmarks.compare.measures import Measure, measures, without_repeated_last
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import digest, tree_digest
 from benchmarks.core.config.sections import config_modules
@@ -57,7 +57,8 @@ def compare(paths: Iterable[Path]) -> Comparison:
     shown = {run.directory for run in (*kept, *under_way)}
     groups = by_experiment(record for record in records if record.directory in shown)
     made = labelled([Group("", runs, trained[runs[0].directory]) for runs in groups])
-    return Comparison(tuple(made), tuple(left_out), found)
+    kept_measures = without_repeated_last({path: found[path] for path in found if path in shown})
+    return Comparison(tuple(made), tuple(left_out), kept_measures)
 
 
 def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
