@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-import unicodedata
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from benchmarks.compare.booktabs import Column, booktabs, escaped
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -19,48 +18,8 @@ from benchmarks.core.code_version import commit
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
 
-PLAIN = {
-    **{letter: f"\\{letter}" for letter in "{}$%&#_"},
-    **{letter: f"{{{letter}}}" for letter in "[]*"},  # after a row's end, LaTeX would read an option
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': r"\char34{}",  # babel gives it a meaning in some languages
-    "±": r"$\pm$",
-    "–": "--",
-    "−": "$-$",
-    "…": r"\ldots{}",
-}
-"""What LaTeX reads for a character, where that is not the character itself."""
-ACCENTS = dict(zip("\u0300\u0301\u0302\u0303\u0304\u0307\u0308\u030a\u030b\u030c\u0327", "`'^~=.\"rHvc"))
-"""LaTeX's commands for Unicode's combining accents."""
 WORST = ("worst decile", "worst decile ends")
 """The names of measures of the worst tenth of the users: its mean, and the score at which it ends."""
-
-
-class Column(NamedTuple):
-    """A column: its head, and each group's cell, escaped."""
-
-    head: str
-    cells: Sequence[str]
-
-
-def escaped(text: str) -> str:
-    """Text as LaTeX prints it, with any engine; a letter that not all have becomes its number, ``U+4E2D``."""
-    return "".join(map(_letter, unicodedata.normalize("NFC", clean(text))))
-
-
-def _letter(letter: str) -> str:
-    if letter in PLAIN or letter.isascii():
-        return PLAIN.get(letter, letter)
-    decomposed = unicodedata.normalize("NFD", letter)
-    base, marks = decomposed[0], decomposed[1:]
-    if base.isascii() and base.isalpha() and marks in ACCENTS:
-        return f"\\{ACCENTS[marks]}{{{base}}}"
-    return f"U+{ord(letter):04X}"
 
 
 def latex(comparison: Comparison, command: str) -> str:
@@ -75,7 +34,7 @@ def latex(comparison: Comparison, command: str) -> str:
     said += _bold_in_words(columns)
     if any(map(privacy_of, groups)):
         said.append("Epsilon is the largest over the seeds, of one run by itself.")
-    return _head(comparison, command) + _table(columns, said, "compare")
+    return _head(comparison, command) + booktabs(columns, said, "compare")
 
 
 def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
@@ -97,7 +56,7 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
             texts = {row: cell + escaped(table.fewer(group)) for (row, group), cell in zip(there, cells)}
             columns.append(Column(escaped(head), [texts.get(row, "--") for row in range(len(table.rows))]))
         said = [escaped(f"{name} on test (%). {table.in_words}"), *_bold_in_words(columns)]
-        text += _table(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
+        text += booktabs(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
     return text
 
 
@@ -117,25 +76,6 @@ def _head(comparison: Comparison, command: str) -> str:
         "% needs \\usepackage{booktabs}",
         f"% made by: {clean(command)}",
         f"% at commit {commit() or 'unknown'}; {of_runs}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(columns: Sequence[Column], said: Sequence[str], label: str) -> str:
-    rows = zip(*(column.cells for column in columns), strict=True)
-    lines = [
-        "\\begin{table}",
-        "\\centering",
-        f"\\caption{{{' '.join(said)}}}",
-        f"\\label{{tab:{label}}}",
-        f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
-        "\\toprule",
-        " & ".join(column.head for column in columns) + r" \\",
-        "\\midrule",
-        *(" & ".join(row) + r" \\" for row in rows),
-        "\\bottomrule",
-        "\\end{tabular}",
-        "\\end{table}",
     ]
     return "\n".join(lines) + "\n"
 

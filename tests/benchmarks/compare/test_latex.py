@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import tables
-from benchmarks.compare.latex import escaped, latex
+from benchmarks.compare.booktabs import escaped
+from benchmarks.compare.latex import latex
 from benchmarks.compare.reading import compare
 from benchmarks.core.privacy_statement import rounded_up
 from tests.benchmarks.compare.test_compare import hostile, whole_run

@@ -1,0 +1,76 @@
+"""Text and tables in LaTeX with booktabs."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dataset.pages import clean
+
+PLAIN = {
+    **{letter: f"\\{letter}" for letter in "{}$%&#_"},
+    **{letter: f"{{{letter}}}" for letter in "[]*"},  # after a row's end, LaTeX would read an option
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\char34{}",  # babel gives it a meaning in some languages
+    "±": r"$\pm$",
+    "–": "--",
+    "−": "$-$",
+    "…": r"\ldots{}",
+}
+"""What LaTeX reads for a character, where that is not the character itself."""
+ACCENTS = dict(zip("\u0300\u0301\u0302\u0303\u0304\u0307\u0308\u030a\u030b\u030c\u0327", "`'^~=.\"rHvc"))
+"""LaTeX's commands for Unicode's combining accents."""
+
+
+class Column(NamedTuple):
+    """A column: its head, and each row's cell, escaped."""
+
+    head: str
+    cells: Sequence[str]
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX prints it, with any engine; a letter that not all have becomes its number, ``U+4E2D``."""
+    return "".join(map(_letter, unicodedata.normalize("NFC", clean(text))))
+
+
+def _letter(letter: str) -> str:
+    if letter in PLAIN or letter.isascii():
+        return PLAIN.get(letter, letter)
+    decomposed = unicodedata.normalize("NFD", letter)
+    base, marks = decomposed[0], decomposed[1:]
+    if base.isascii() and base.isalpha() and marks in ACCENTS:
+        return f"\\{ACCENTS[marks]}{{{base}}}"
+    return f"U+{ord(letter):04X}"
+
+
+def booktabs(columns: Sequence[Column], said: Sequence[str], label: str) -> str:
+    """A ``table`` environment.
+
+    Args:
+        columns: the first is aligned to the left.
+        said: the sentences of its caption, escaped.
+        label: what ``\\ref`` calls it after ``tab:``.
+    """
+    rows = zip(*(column.cells for column in columns), strict=True)
+    lines = [
+        "\\begin{table}",
+        "\\centering",
+        f"\\caption{{{' '.join(said)}}}",
+        f"\\label{{tab:{label}}}",
+        f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+        "\\toprule",
+        " & ".join(column.head for column in columns) + r" \\",
+        "\\midrule",
+        *(" & ".join(row) + r" \\" for row in rows),
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
