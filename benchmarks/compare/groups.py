@@ -20,6 +20,8 @@ from benchmarks.reporting.runs import RunRecord
 MOST_KEYS = 3
 """Keys that a label names; where more differ, it names the directory."""
 MOST_LETTERS = 70
+SIZES = ("data.image_size", "model.input_size")
+"""The keys that say how large the images are in the data set, and as the network sees them."""
 PARTITION = "data.partition"
 """The key that says which clients there are, where a benchmark has one."""
 
@@ -57,6 +59,19 @@ class Group:
         idle = self.trained.benchmark.idle_keys(config)
         tree = experiment(dataclasses.asdict(config), type(config))
         return {key: value for key, value in tree.items() if reason_for(key, idle) is None}
+
+    @property
+    def images_key(self) -> tuple[object, ...]:
+        """What says which images the runs learn from, and at which size: the data, the sizes of its images
+        and of the network's, and which of a user's images are held out from its training.
+
+        The group has a run that has ended.
+        """
+        held_out = self.keys.get("federated.options.held_out") or 0
+        split_seed = self.keys.get("federated.options.split_seed") if held_out else None
+        val_share = self.keys.get("data.val_share") if self.keys.get("data.scored") == "val" else None
+        sizes = tuple(map(self.keys.get, SIZES))
+        return self.finished[0].data_key, *sizes, held_out, split_seed, val_share
 
 
 @dataclass(frozen=True)

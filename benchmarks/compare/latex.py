@@ -18,6 +18,10 @@ from benchmarks.core.code_version import commit
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
 
+BOLD = (
+    "Bold: the best mean of those with the same data, image sizes, images held out from training, and number "
+    "of seeds."
+)
 WORST = ("worst decile", "worst decile ends")
 """The names of measures of the worst tenth of the users: its mean, and the score at which it ends."""
 
@@ -62,7 +66,7 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
 
 def _bold_in_words(columns: Sequence[Column]) -> list[str]:
     bold = any(r"\textbf" in cell for column in columns for cell in column.cells)
-    return ["Bold: the best mean on the same data."] if bold else []
+    return [BOLD] if bold else []
 
 
 def _head(comparison: Comparison, command: str) -> str:
@@ -141,15 +145,21 @@ def _of_worst_users(comparison: Comparison) -> list[Column]:
 def _best(
     groups: Sequence[Group], found: Sequence[Sequence[float]], names: Sequence[str] | None = None
 ) -> list[str]:
-    """Cells of scores, in bold the best of several groups on the same data; by ``names``, of one score."""
+    """Cells of scores. Bold is the best of several groups with the same images and number of seeds.
+
+    Args:
+        groups: of the cells.
+        found: the scores of each group's seeds.
+        names: of the score in each cell; None: all have the same.
+    """
     cells = [escaped(in_words(values, "percent")) for values in found]
     for place, group in enumerate(groups):
         if 0 < len(found[place]) < len(group.finished):
             cells[place] += f" ($n = {len(found[place])}$)"
-    rivals: dict[tuple[str, str], list[int]] = {}
+    rivals: dict[tuple[object, ...], list[int]] = {}
     for place, group in enumerate(groups):
         if found[place] and group.finished and math.isfinite(statistics.fmean(found[place])):
-            kind = (group.finished[0].data_key, "" if names is None else names[place])
+            kind = (group.images_key, len(found[place]), None if names is None else names[place])
             rivals.setdefault(kind, []).append(place)
     for places in rivals.values():
         means = {place: f"{statistics.fmean(found[place]):.2f}" for place in places}

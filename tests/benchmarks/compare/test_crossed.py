@@ -63,8 +63,8 @@ def test_columns_are_in_order_and_each_number_follows_from_the_csv(runs: Path, t
             shown = f"{statistics.fmean(values):.2f}"
             if len(values) > 1:
                 shown += rf" $\pm$ {statistics.stdev(values):.2f}"
-            bold = rf"\textbf{{{shown}}}" + (" (n = 1)" if len(values) == 1 else "")
-            assert cell == (shown if letter == "a" else bold)
+            bold = rf"\textbf{{{shown}}}" if len(values) > 1 else f"{shown} (n = 1)"
+            assert cell == (shown if letter == "a" else bold), "one seed is not compared with two"
     assert "over 2 seeds, where no other n is named" in text
     assert "local.learning_rate" in re.findall(r"C-AP exact on test \(%\) by ([\w.]+)", page)
 

@@ -139,11 +139,48 @@ def test_a_score_that_is_no_number_is_not_the_best_and_fewer_seeds_are_counted(t
         content = json.loads(path.read_text())
         path.write_text(json.dumps(content | {"test": content["test"] | {"C-AP": score}}))
     whole_run(tmp_path / "more", "--local.learning_rate=0.2", seed=1)
+    make_run(tmp_path / "more_of_c", "fl-r-17", "--local.learning_rate=0.3", seed=1)
     _, *rows = rows_of(latex(compare([tmp_path]), "x"))
     cells = {row[0].rpartition(" ")[2]: row for row in rows}
     assert [cells[rate][2].startswith(r"\textbf") for rate in ("0.1", "0.2", "0.3")] == [False, True, False]
     assert cells["0.2"][1] == "2"
     assert cells["0.2"][4].endswith(" ($n = 1$)"), "of one seed users were not scored"
+
+
+BETTER = 5.0
+OTHERS = {
+    "images held out from training": ["--federated.algorithm=fedper"],
+    "size of the images": ["--data.image_size=288"],
+    "size of the network": ["--model.input_size=192"],
+}
+
+
+@pytest.mark.parametrize("argv", OTHERS.values(), ids=OTHERS)
+def test_bold_is_the_best_of_equal_images_alone(argv: list[str], tmp_path: Path) -> None:
+    make_run(tmp_path / "one")
+    two = make_run(tmp_path / "two", "fl-r-17", *argv, shift=BETTER)
+    score = json.loads((two / "results.json").read_text())["test"]["C-AP"]
+    assert r"\textbf" not in latex(compare([tmp_path]), "x")
+    make_run(tmp_path / "three", "fl-r-17", *argv, "--local.learning_rate=0.3")
+    text = latex(compare([tmp_path]), "x")
+    (best,) = [row for row in rows_of(text)[1:] if r"\textbf" in row[2]]
+    assert best[2] == rf"\textbf{{{score:.2f}}}"
+    assert "Bold: the best mean of those with the same data, image sizes, " in text
+
+
+def test_users_are_held_out_alike_where_none_of_their_images_is(tmp_path: Path) -> None:
+    make_run(tmp_path / "one")
+    none = ("--federated.algorithm=ditto", "--federated.options.held_out=0")
+    make_run(tmp_path / "two", "fl-r-17", *none, shift=BETTER)
+    assert r"\textbf" in latex(compare([tmp_path]), "x")
+
+
+def test_bold_is_the_best_of_as_many_seeds(tmp_path: Path) -> None:
+    make_run(tmp_path / "one")
+    make_run(tmp_path / "lucky", "fl-r-17", "--local.learning_rate=0.3", shift=BETTER)
+    assert r"\textbf" in latex(compare([tmp_path]), "x")
+    make_run(tmp_path / "again", seed=1)
+    assert r"\textbf" not in latex(compare([tmp_path]), "x")
 
 
 @pytest.mark.parametrize(
