@@ -15,6 +15,7 @@ from benchmarks.compare.measures import in_words
 from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.compare.tables import NONE, TEST, amount, judged_by
 from benchmarks.core.code_version import commit
+from benchmarks.reporting import single_users
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
 
@@ -24,6 +25,9 @@ BOLD = (
 )
 WORST = ("worst decile", "worst decile ends")
 """The names of measures of the worst tenth of the users: its mean, and the score at which it ends."""
+OWN_MODELS = single_users.MODELS["personal"]
+"""How the section of users' own models ends."""
+DAGGER = r"$^\dagger$"
 
 
 def latex(comparison: Comparison, command: str) -> str:
@@ -35,7 +39,7 @@ def latex(comparison: Comparison, command: str) -> str:
     """
     groups, columns = comparison.groups, _columns(comparison)
     said = ["Mean $\\pm$ standard deviation over $n$ seeds."]
-    said += _bold_in_words(columns)
+    said += _marks_in_words(groups, columns)
     if any(map(privacy_of, groups)):
         said.append("Epsilon is the largest over the seeds, of one run by itself.")
     return _head(comparison, command) + booktabs(columns, said, "compare")
@@ -56,17 +60,27 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
         for place, head in enumerate(table.columns):
             there = [(row, group) for row, group in enumerate(table.column(place)) if group is not None]
             groups = [group for _, group in there]
-            cells = _best(groups, [comparison.values(group, TEST, name) for group in groups])
+            cells = _on_test(groups, [comparison.values(group, TEST, name) for group in groups])
             texts = {row: cell + escaped(table.fewer(group)) for (row, group), cell in zip(there, cells)}
             columns.append(Column(escaped(head), [texts.get(row, "--") for row in range(len(table.rows))]))
-        said = [escaped(f"{name} on test (%). {table.in_words}"), *_bold_in_words(columns)]
+        said = [
+            escaped(f"{name} on test (%). {table.in_words}"),
+            *_marks_in_words(comparison.groups, columns),
+        ]
         text += booktabs(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
     return text
 
 
-def _bold_in_words(columns: Sequence[Column]) -> list[str]:
-    bold = any(r"\textbf" in cell for column in columns for cell in column.cells)
-    return [BOLD] if bold else []
+def _marks_in_words(groups: Sequence[Group], columns: Sequence[Column]) -> list[str]:
+    """What bold and a dagger mean, of those that are in the cells."""
+    cells = [cell for column in columns for cell in column.cells]
+    said = [BOLD] if any(r"\textbf" in cell for cell in cells) else []
+    if any(DAGGER in cell for cell in cells):
+        names = {str(group.keys["federated.algorithm"]): None for group in groups if group.keeps_parts}
+        trained = escaped(" or ".join(names))
+        said.append(f"{DAGGER}Score of the server's model. Users who trained with {trained} do not use it:")
+        said.append("each has a model of its own.")
+    return said
 
 
 def _head(comparison: Comparison, command: str) -> str:
@@ -91,7 +105,7 @@ def _columns(comparison: Comparison) -> list[Column]:
         Column("setting", [escaped(group.label) for group in groups]),
         Column("$n$", [str(len(group.finished)) for group in groups]),
         *_of_scores(comparison),
-        *_of_worst_users(comparison),
+        *_of_users(comparison),
     ]
     if any(map(privacy_of, groups)):
         deltas = [(privacy_of(group) or [NONE] * 3)[2] for group in groups]
@@ -112,7 +126,7 @@ def _of_scores(comparison: Comparison) -> list[Column]:
         return [
             Column(
                 escaped(f"{shown(score)} on test (%)"),
-                _best(groups, [comparison.values(group, TEST, shown(score)) for group in groups]),
+                _on_test(groups, [comparison.values(group, TEST, shown(score)) for group in groups]),
             )
             for score in scores
         ]
@@ -120,25 +134,38 @@ def _of_scores(comparison: Comparison) -> list[Column]:
     found = [comparison.values(group, TEST, name) for group, name in zip(groups, first)]
     cells = [
         f"{escaped(name)} {cell}" if values else cell
-        for name, cell, values in zip(first, _best(groups, found, first), found)
+        for name, cell, values in zip(first, _on_test(groups, found, first), found)
     ]
     return [Column(r"first score on test (\%)", cells)]
 
 
-def _of_worst_users(comparison: Comparison) -> list[Column]:
-    """The worst tenth of each kind of users, by the score by which users are compared with each other."""
+def _of_users(comparison: Comparison) -> list[Column]:
+    """The mean over users of their own models' score, and the worst tenth of each kind of users, by the score
+    by which users are compared with each other."""
     names = dict[tuple[str, str], None]()
     for group in comparison.groups:
         score = shown(group.trained.task_of(group.runs[0].config, 2).user_headline)
         for one in (one for run in group.runs for one in comparison.measures[run.directory]):
-            if one.name in WORST and one.section.partition(",")[0] == f"users' {score}":
+            wanted = one.name in WORST or (one.name == "mean" and one.section.endswith(OWN_MODELS))
+            if wanted and one.section.partition(",")[0] == f"users' {score}":
                 names[one.section, one.name] = None
     return [
         Column(
-            escaped(f"{name}, {section} (%)"),
+            escaped(f"mean of {section} (%)" if name == "mean" else f"{name}, {section} (%)"),
             _best(comparison.groups, [comparison.values(each, section, name) for each in comparison.groups]),
         )
         for section, name in names
+    ]
+
+
+def _on_test(
+    groups: Sequence[Group], found: Sequence[Sequence[float]], names: Sequence[str] | None = None
+) -> list[str]:
+    """`_best` of scores on test, with a dagger where users have other models than the one that was scored."""
+    cells = _best(groups, found, names)
+    return [
+        cell + DAGGER if values and group.keeps_parts else cell
+        for cell, values, group in zip(cells, found, groups)
     ]
 
 

@@ -21,7 +21,7 @@ from tests.benchmarks.made_runs import LOCALLY, make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
 COMMAND = re.compile(r"\\(?:[A-Za-z]+(?![A-Za-z])|[^A-Za-z])")
-MATHS = re.compile(r"\$(?:n|n = \d+|\\pm|-|\\varepsilon|\\delta)\$")
+MATHS = re.compile(r"\$(?:n|n = \d+|\^\\dagger|\\pm|-|\\varepsilon|\\delta)\$")
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -149,7 +149,7 @@ def test_a_score_that_is_no_number_is_not_the_best_and_fewer_seeds_are_counted(t
 
 BETTER = 5.0
 OTHERS = {
-    "images held out from training": ["--federated.algorithm=fedper"],
+    "images held out from training": ["--federated.algorithm=ditto"],
     "size of the images": ["--data.image_size=288"],
     "size of the network": ["--model.input_size=192"],
 }

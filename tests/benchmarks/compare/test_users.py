@@ -46,3 +46,42 @@ def test_users_of_test_and_training_users_share_no_column(tmp_path: Path) -> Non
         r"worst decile, users' O-AP exact, new, of test (\%)",
     ]
     assert sorted([row[place] for place in places] for row in rows) == [["--", "10.00"], ["10.00", "--"]]
+
+
+def personal(own: float, server: float) -> Tree:
+    """What ``results.json`` says of users who trained: the mean of their own models and of the server's."""
+    kinds = {"personal": own, "server": server}
+    users = {kind: {"users": {"O-AP": {"n": 3, "mean": mean}}} for kind, mean in kinds.items()}
+    return {"seen": {"users": 3, "images": 9, "least images": 1, **users}}
+
+
+OWN = r"mean of users' O-AP exact, seen in training, own models (\%)"
+
+
+def test_own_models_have_their_mean_and_a_servers_model_that_nobody_uses_a_mark(tmp_path: Path) -> None:
+    scores = {"fedper": (70.0, 20.0), "ditto": (60.0, 50.0)}
+    for name, (own, server) in scores.items():
+        for seed in (0, 1):
+            found = personal(own + seed, server)
+            argv = f"--federated.algorithm={name}"
+            make_run(tmp_path / f"{name}{seed}", "fl-r-17", argv, seed=seed, clients=found)
+    make_run(tmp_path / "fedavg")
+    text = latex(compare([tmp_path]), "command")
+    heads, *rows = rows_of(text)
+    cells = {row[0].rpartition(" ")[2]: dict(zip(heads, row)) for row in rows}
+    assert cells["fedper"][OWN] == r"\textbf{70.50 $\pm$ 0.71}"
+    assert cells["ditto"][OWN] == r"60.50 $\pm$ 0.71"
+    assert cells["FL-R-17"][OWN] == "--"
+    marked = {name: r"$^\dagger$" in row[r"C-AP exact on test (\%)"] for name, row in cells.items()}
+    assert marked == {"fedper": True, "ditto": False, "FL-R-17": False}
+    caption = text[text.index(r"\caption") : text.index(r"\label")]
+    assert "Users who trained with fedper do not use it: each has a model of its own." in caption
+
+
+def test_fedper_without_parts_of_users_has_the_servers_model(tmp_path: Path) -> None:
+    nothing = ("--federated.algorithm=fedper", "--federated.options.personal=none")
+    make_run(tmp_path / "run", "fl-r-17", *nothing, clients=personal(50.0, 50.0))
+    make_run(tmp_path / "bn", "fl-r-17", "--federated.algorithm=fedbn", clients=personal(50.0, 50.0))
+    found = {group.label.rpartition(" ")[2]: group.keeps_parts for group in compare([tmp_path]).groups}
+    assert sorted(found.values()) == [False, True]
+    assert found["fedbn"]
