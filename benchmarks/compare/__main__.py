@@ -6,7 +6,8 @@
 Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
 needs nothing but itself; compare.png with its charts, and charts/ with each as PNG, SVG and PDF; compare.csv
-with each number of each run; table.tex, a table for a paper. With --columns KEY also a table with a column
+with each number of each run; table.tex, a table for a paper; classes.tex, scores of each class, where runs
+have them of at most 40 classes. With --columns KEY also a table with a column
 for each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings
 with all their other keys, or with the values of the keys after --rows. N.yaml holds lines "label: name", for
 labels that are to have another name; groups come in its order.
@@ -23,7 +24,7 @@ from benchmarks.compare import charts, groups, tables
 from benchmarks.compare.crossed import Crossed, crossed
 from benchmarks.compare.crossed import named as crossed_named
 from benchmarks.compare.groups import Comparison
-from benchmarks.compare.latex import latex, latex_crossed
+from benchmarks.compare.latex import latex, latex_classes, latex_crossed
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
@@ -160,6 +161,11 @@ def main(argv: Sequence[str]) -> None:
     write_bytes(written[1], tables.csv(comparison).encode())
     command = shlex.join(["python", "-m", "benchmarks.compare", *argv])
     write_bytes(written[2], latex(comparison, command).encode())
+    if classes := latex_classes(comparison, command):
+        written.append(folder / "classes.tex")
+        write_bytes(written[-1], classes.encode())
+    else:
+        (folder / "classes.tex").unlink(missing_ok=True)  # of another comparison
     if crossing is not None:
         written.append(folder / "crossed.tex")
         write_bytes(written[-1], latex_crossed(comparison, crossing, command).encode())

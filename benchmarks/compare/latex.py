@@ -11,11 +11,12 @@ from benchmarks.compare.booktabs import Column, booktabs, escaped
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
-from benchmarks.compare.measures import in_words
+from benchmarks.compare.measures import BY_CLASS, in_words
 from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.compare.tables import NONE, TEST, amount, judged_by
 from benchmarks.core.code_version import commit
 from benchmarks.reporting import single_users
+from benchmarks.reporting.plots import MOST_CLASSES
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
 
@@ -69,6 +70,47 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
         ]
         text += booktabs(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
     return text
+
+
+def latex_classes(comparison: Comparison, command: str) -> str:
+    """A ``table`` for each score of single classes, with a row for each class; empty where there is none.
+
+    Groups with other classes are in a table of their own, and those with more than `MOST_CLASSES` in none.
+
+    Args:
+        comparison: what is compared.
+        command: that made it, for a comment.
+    """
+    text = ""
+    for key, section in BY_CLASS.items():
+        alike: dict[tuple[str, ...], list[Group]] = {}
+        for group in comparison.groups:
+            scored = [run.outcome[key] for run in group.finished if run.outcome.get(key)]
+            if scored and len(scored[0]) <= MOST_CLASSES:
+                alike.setdefault(tuple(sorted(scored[0])), []).append(group)
+        for number, groups in enumerate(alike.values(), 1):
+            label = f"classes-{section.partition(' ')[0].lower()}{'' if number == 1 else f'-{number}'}"
+            text += _of_classes(comparison, groups, section, label)
+    return _head(comparison, command) + text if text else ""
+
+
+def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, label: str) -> str:
+    """A table with a row for each class, and a column for each of these groups; empty without any score."""
+    names = {
+        one.name: None
+        for group in groups
+        for run in group.finished
+        for one in comparison.measures[run.directory]
+        if one.section == section
+    }
+    if not names:
+        return ""
+    rows = [_on_test(groups, [comparison.values(group, section, name) for group in groups]) for name in names]
+    columns = [Column("class", ["$n$", *map(escaped, names)])]
+    for group, cells in zip(groups, zip(*rows)):
+        columns.append(Column(escaped(group.label), [str(len(group.finished)), *cells]))
+    said = [escaped(f"{section} (%)."), "Mean $\\pm$ standard deviation over $n$ seeds."]
+    return booktabs(columns, [*said, *_marks_in_words(groups, columns)], label)
 
 
 def _marks_in_words(groups: Sequence[Group], columns: Sequence[Column]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,13 @@ from pfl_ext.tasks.multi_label_scores import shown
 Unit = Literal["percent", "loss", "seconds", "bytes", "count", "number"]
 SPLITS = {"test": "test, best model", "val": "val, best model", "last": "test, last model"}
 """The tables of scores."""
+BY_CLASS = {
+    "per_class_accuracy": "accuracy of each class on test, best model",
+    "per_class_iou": "IoU of each class on test, best model",
+    "per_class_ap": "AP of each class on test, best model",
+    "per_class_ap50": "AP50 of each class on test, best model",
+}
+"""The tables of scores of single classes, by the key of ``results.json``."""
 FAIR = {"mean": "mean", "q10": "worst decile ends", "q50": "median", "q90": "best decile begins"}
 """What is shown of the scores of single users, by the key of ``results.json``."""
 FINE_TUNING = {
@@ -98,6 +106,7 @@ def measures(run: RunRecord) -> list[Measure]:
 def _measures(run: RunRecord) -> Iterator[Measure]:
     if run.results is not None:
         yield from _scores(run.results)
+        yield from _scores_of_classes(run.results)
         for when, words in FINE_TUNING.items():
             for name, values in per_user(run, when).items():
                 section = f"users' {shown(name)}{words}"
@@ -150,6 +159,15 @@ def _scores(results: Tree) -> Iterator[Measure]:
         for name, value in (scores or {}).items():
             unit: Unit = "loss" if name == "loss" else "percent"
             yield Measure(SPLITS[split], shown(name), unit, value)
+
+
+def _scores_of_classes(results: Tree) -> Iterator[Measure]:
+    """The score of each class that test has, where it is known."""
+    prevalence = results.get("prevalence") or {}
+    for key, section in BY_CLASS.items():
+        for name, value in (results.get(key) or {}).items():
+            if value is not None and math.isfinite(value) and prevalence.get(name) != 0:
+                yield Measure(section, name, "percent", value)
 
 
 def _time(run: RunRecord) -> Iterator[Measure]:
