@@ -10,7 +10,7 @@ with each number of each run; table.tex, a table for a paper; classes.tex, score
 have them of at most 40 classes. With --columns KEY also a table with a column
 for each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings
 with all their other keys, or with the values of the keys after --rows. N.yaml holds lines "label: name", for
-labels that are to have another name; groups come in its order.
+labels that are to have another name; groups and rows come in its order.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def _named(comparison: Comparison, crossing: Crossed | None, path: Path) -> tupl
     if unknown := [label for label in names if label not in labels]:
         known = "; ".join(dict.fromkeys(labels))
         raise ValueError(f"--names {path}: nothing is called {unknown[0]!r}; there are {known}")
-    return groups.named(comparison, names), crossing and crossed_named(crossing, names)
+    if crossing is None:
+        return groups.named(comparison, names), None
+    return groups.named(comparison, names, crossing.row_of), crossed_named(crossing, names)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -34,6 +34,11 @@ class Crossed:
         return f" (n = {n})" if 0 < n < self._most else ""
 
     @property
+    def row_of(self) -> dict[str, str]:
+        """The label of each group's row, by the label of the group."""
+        return {group.label: self.rows[row] for (row, _), group in self.cells.items()}
+
+    @property
     def in_words(self) -> str:
         """What the numbers are."""
         said = [f"Mean ± standard deviation over {self._most} seeds, where no other n is named."]
@@ -101,17 +106,27 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
 
 
 def named(crossing: Crossed, names: Mapping[str, str]) -> Crossed:
-    """The rows and columns by these names instead of their labels.
+    """The rows and columns by these names instead of their labels. Rows are in the names' order: each comes
+    where the first name of itself or of one of its groups is, and those without any come last.
 
     Raises:
         ValueError: when two rows or two columns would have one name.
     """
+    places = {label: place for place, label in enumerate(names)}
+
+    def place(row: int) -> int:
+        groups = [group.label for (its, _), group in crossing.cells.items() if its == row]
+        return min(places.get(label, len(places)) for label in (crossing.rows[row], *groups))
+
+    order = sorted(range(len(crossing.rows)), key=place)
+    cells = {(order.index(row), column): group for (row, column), group in crossing.cells.items()}
     rows, columns = (
-        tuple(names.get(label, label) for label in each) for each in (crossing.rows, crossing.columns)
+        tuple(names.get(label, label) for label in each)
+        for each in ([crossing.rows[row] for row in order], crossing.columns)
     )
     for labels in (rows, columns):
         refuse_doubles(labels)
-    return replace(crossing, rows=rows, columns=columns)
+    return replace(crossing, rows=rows, columns=columns, cells=cells)
 
 
 def _name(group: Group, key: str) -> str:

@@ -185,14 +185,27 @@ def telling_keys(tree: Tree, rivals: Sequence[Tree]) -> list[str]:
     return found
 
 
-def named(comparison: Comparison, names: Mapping[str, str]) -> Comparison:
+def named(
+    comparison: Comparison, names: Mapping[str, str], rows: Mapping[str, str] | None = None
+) -> Comparison:
     """The groups by these names instead of their labels, those that have one first, in the names' order.
+
+    Args:
+        comparison: what is compared.
+        names: by label.
+        rows: by a group's label, that of its row in a table of rows and columns. A group without a name comes
+            where its row does.
 
     Raises:
         ValueError: when two groups would have one name.
     """
+    rows = rows or {}
     order = {label: place for place, label in enumerate(names)}
-    groups = sorted(comparison.groups, key=lambda group: order.get(group.label, len(order)))
+
+    def place(group: Group) -> int:
+        return order.get(group.label, order.get(rows.get(group.label, ""), len(order)))
+
+    groups = sorted(comparison.groups, key=place)
     found = [dataclasses.replace(group, label=names.get(group.label, group.label)) for group in groups]
     refuse_doubles([group.label for group in found])
     return dataclasses.replace(comparison, groups=tuple(found))

@@ -153,11 +153,15 @@ def test_names_take_the_place_of_labels_everywhere_and_order_the_groups(runs: Pa
     first = re.findall(r"\\begin\{table\}.*?\\end\{table\}", text, re.DOTALL)[0]
     heads, *rows = rows_of(first)
     assert heads[1:] == ["0.05", "0.5", "ten"]
-    assert [row[0] for row in rows] == ["FedAvg", "SCAFFOLD"]
+    assert [row[0] for row in rows] == ["SCAFFOLD", "FedAvg"]
+    assert r"\textbf" in rows[0][2], "cells go with their rows"
     assert "algorithm scaffold" not in page.split("<h2")[2]
+    table = (tmp_path / "out" / "table.tex").read_text()
+    assert table.rindex("algorithm scaffold") < table.index("FL-R-17, learning"), "as their rows"
     alone = ("FL-R-17, algorithm scaffold, learning_rate 10.0", "FL-R-17, learning_rate 0.5")
     names.write_text(f"{alone[0]}: SCAFFOLD at 10\n{alone[1]}: FedAvg at a half\n")
-    _, _, lines = written(tmp_path, str(runs), *BY_RATE, "--names", str(names))
+    _, text, lines = written(tmp_path, str(runs), *BY_RATE, "--names", str(names))
+    assert text.index("FL-R-17, algorithm scaffold &") < text.index("FL-R-17 &"), "as their groups"
     groups = list(dict.fromkeys(line["group"] for line in lines))
     assert groups[:2] == ["SCAFFOLD at 10", "FedAvg at a half"]
     assert len(groups) == 6
