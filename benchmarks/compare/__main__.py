@@ -10,7 +10,8 @@ with each number of each run; table.tex, a table for a paper; classes.tex, score
 have them of at most 40 classes. With --columns KEY also a table with a column
 for each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings
 with all their other keys, or with the values of the keys after --rows. N.yaml holds lines "label: name", for
-labels that are to have another name; groups and rows come in its order.
+labels that are to have another name; groups and rows come in its order. LaTeX reads $...$ in such a name as
+mathematics.
 """
 
 from __future__ import annotations

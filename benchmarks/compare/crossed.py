@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.compare.groups import Comparison, Group, refuse_doubles, telling_keys, values_in_words
@@ -38,18 +38,22 @@ class Crossed:
         """The label of each group's row, by the label of the group."""
         return {group.label: self.rows[row] for (row, _), group in self.cells.items()}
 
-    @property
-    def in_words(self) -> str:
-        """What the numbers are."""
+    def in_words(self, written: Callable[[str], str] = str) -> str:
+        """What the numbers are.
+
+        Args:
+            written: how text and labels are written in the language of the table, as HTML or LaTeX.
+        """
         said = [f"Mean ± standard deviation over {self._most} seeds, where no other n is named."]
         if self._most < 2:
             said = ["One seed each." if self._most else "No run has ended."]
         if self.besides:
             said.append(f"What else differs along a row: {', '.join(self.besides)}.")
+        said = list(map(written, said))
         for (row, column), group in self.cells.items():
             if (found := privacy_of(group)) is not None:
-                where = f"{self.rows[row]}, {self.columns[column]}"
-                said.append(f"{where}: epsilon {in_short(group)}, delta {found[2]}.")
+                where = f"{written(self.rows[row])}, {written(self.columns[column])}"
+                said.append(where + written(f": epsilon {in_short(group)}, delta {found[2]}."))
         return " ".join(said)
 
     def column(self, place: int) -> list[Group | None]:

@@ -92,6 +92,8 @@ class Comparison:
     left_out: tuple[str, ...]
     measures: Mapping[Path, Sequence[Measure]]
     """Measures of each run, keyed by the run's directory."""
+    names: frozenset[str] = frozenset()
+    """The names in place of labels, in which LaTeX may read mathematics."""
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -208,7 +210,7 @@ def named(
     groups = sorted(comparison.groups, key=place)
     found = [dataclasses.replace(group, label=names.get(group.label, group.label)) for group in groups]
     refuse_doubles([group.label for group in found])
-    return dataclasses.replace(comparison, groups=tuple(found))
+    return dataclasses.replace(comparison, groups=tuple(found), names=frozenset(names.values()))
 
 
 def refuse_doubles(labels: Sequence[str]) -> None:

@@ -6,8 +6,9 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.compare.booktabs import Column, booktabs, escaped
+from benchmarks.compare.booktabs import Column, booktabs, escaped, with_maths
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -29,6 +30,11 @@ WORST = ("worst decile", "worst decile ends")
 OWN_MODELS = single_users.MODELS["personal"]
 """How the section of users' own models ends."""
 DAGGER = r"$^\dagger$"
+
+
+def _written(comparison: Comparison, label: str) -> str:
+    """A label as LaTeX prints it, with mathematics where it is a name of the user's choice."""
+    return with_maths(label) if label in comparison.names else escaped(label)
 
 
 def latex(comparison: Comparison, command: str) -> str:
@@ -54,20 +60,18 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
         table: its rows and columns.
         command: that made it, for a comment.
     """
-    text = _head(comparison, command)
+    text, written = _head(comparison, command), partial(_written, comparison)
     for score in judged_by(comparison):
         name = shown(score)
-        columns = [Column(escaped(table.key), [escaped(row) for row in table.rows])]
+        columns = [Column(escaped(table.key), [written(row) for row in table.rows])]
         for place, head in enumerate(table.columns):
             there = [(row, group) for row, group in enumerate(table.column(place)) if group is not None]
             groups = [group for _, group in there]
             cells = _on_test(groups, [comparison.values(group, TEST, name) for group in groups])
             texts = {row: cell + escaped(table.fewer(group)) for (row, group), cell in zip(there, cells)}
-            columns.append(Column(escaped(head), [texts.get(row, "--") for row in range(len(table.rows))]))
-        said = [
-            escaped(f"{name} on test (%). {table.in_words}"),
-            *_marks_in_words(comparison.groups, columns),
-        ]
+            columns.append(Column(written(head), [texts.get(row, "--") for row in range(len(table.rows))]))
+        said = [escaped(f"{name} on test (%)."), table.in_words(written)]
+        said += _marks_in_words(comparison.groups, columns)
         text += booktabs(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
     return text
 
@@ -108,7 +112,7 @@ def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, l
     rows = [_on_test(groups, [comparison.values(group, section, name) for group in groups]) for name in names]
     columns = [Column("class", ["$n$", *map(escaped, names)])]
     for group, cells in zip(groups, zip(*rows)):
-        columns.append(Column(escaped(group.label), [str(len(group.finished)), *cells]))
+        columns.append(Column(_written(comparison, group.label), [str(len(group.finished)), *cells]))
     said = [escaped(f"{section} (%)."), "Mean $\\pm$ standard deviation over $n$ seeds."]
     return booktabs(columns, [*said, *_marks_in_words(groups, columns)], label)
 
@@ -144,7 +148,7 @@ def _columns(comparison: Comparison) -> list[Column]:
     """The columns in which some group has something."""
     groups = comparison.groups
     columns = [
-        Column("setting", [escaped(group.label) for group in groups]),
+        Column("setting", [_written(comparison, group.label) for group in groups]),
         Column("$n$", [str(len(group.finished)) for group in groups]),
         *_of_scores(comparison),
         *_of_users(comparison),

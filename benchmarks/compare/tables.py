@@ -85,7 +85,7 @@ def by_key(comparison: Comparison, crossing: Crossed) -> Html:
             rows.append([breakable(label), *cells])
         caption = f"{shown(score)} on test (%) by {crossing.key}"
         parts.append(table(caption, [crossing.key, *map(breakable, crossing.columns)], rows))
-    return join([*parts, tag("p", crossing.in_words, class_="note")])
+    return join([*parts, tag("p", crossing.in_words(), class_="note")])
 
 
 def _score(comparison: Comparison, group: Group, score: str, crossing: Crossed) -> str:
