@@ -70,6 +70,17 @@ class Group:
         options = federated.chosen_options
         return not isinstance(options, FedPerOptions) or options.personal is not None
 
+    @cached_property
+    def has_sizes_of_setting(self) -> bool:
+        """Whether the setting is a shipped one, and the sizes of images are its own."""
+        config, benchmark = self.runs[0].config, self.trained.benchmark
+        name = config.setting.lower()
+        if name not in benchmark.settings:
+            return False
+        shipped = benchmark.parse([f"--config={name}"]).config
+        ours, theirs = ((each.data.image_size, each.model.input_size) for each in (config, shipped))
+        return ours == theirs
+
     @property
     def images_key(self) -> tuple[object, ...]:
         """What says which images the runs learn from, and at which size: the data, the sizes of its images
@@ -123,7 +134,9 @@ def labelled(groups: Sequence[Group]) -> list[Group]:
 
     The setting has its algorithm, too, where the command line gave another than the setting's own; and its
     partition, where groups of one setting differ in it, whatever else they differ in: their clients are not
-    the same. Where the keys are many, the label is the setting and the directory of the first run.
+    the same. It has the sizes of images in which groups of a benchmark differ, unless all have those of their
+    shipped settings, whose names say it. Where the keys are many, the label is the setting and the directory
+    of the first run.
     """
     trees = [group.keys for group in groups]
     settings = _settings(groups)
@@ -148,7 +161,7 @@ def _cut(label: str) -> str:
 
 
 def _settings(groups: Sequence[Group]) -> list[str]:
-    """The setting of each group, with its algorithm and its partition where these must be said."""
+    """The setting of each group, with its algorithm, its partition and its sizes where these must be said."""
     names = []
     for group in groups:
         config = group.runs[0].config
@@ -156,8 +169,18 @@ def _settings(groups: Sequence[Group]) -> list[str]:
         rivals = [other for other in groups if other.runs[0].config.setting == config.setting]
         if PARTITION in group.keys and len({other.keys.get(PARTITION) for other in rivals}) > 1:
             name += f", partition {group.keys[PARTITION] or 'of the file'}"
-        names.append(name)
+        names.append(", ".join([name, *values_in_words(group.keys, _sizes_to_say(group, groups))]))
     return names
+
+
+def _sizes_to_say(group: Group, groups: Sequence[Group]) -> list[str]:
+    """The keys of `SIZES` that all labels of a benchmark name: those in which its groups differ, unless the
+    names of their settings say it."""
+    of_kind = [other for other in groups if other.trained is group.trained]
+    differing = [key for key in SIZES if len({other.keys.get(key) for other in of_kind}) > 1]
+    if not differing or all(other.has_sizes_of_setting for other in of_kind):
+        return []
+    return [key for key in differing if key in group.keys]
 
 
 def values_in_words(tree: Tree, keys: Sequence[str]) -> list[str]:

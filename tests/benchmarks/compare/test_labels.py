@@ -11,6 +11,7 @@ from benchmarks.compare.reading import compare
 from benchmarks.core.config.digests import config_tree
 from benchmarks.fedcv.classification.config import CLASSIFICATION
 from tests.benchmarks.made_runs import make_run
+from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
 
 def test_a_row_says_its_algorithm_where_the_setting_has_another(tmp_path: Path) -> None:
@@ -96,3 +97,24 @@ def test_labels_name_as_few_keys_as_tell_groups_apart(tmp_path: Path) -> None:
         "FL-R-17, num_epochs 2, batch_size 8",
         "FL-R-17, num_epochs 3",
     ]
+
+
+def test_settings_that_the_user_named_say_the_sizes_in_which_they_differ(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fl-r-17", "--setting=ours")
+    make_run(tmp_path / "b", "fl-r-17", "--setting=small", "--model.input_size=192")
+    make_run(tmp_path / "c")
+    assert [group.label for group in compare([tmp_path]).groups] == [
+        "ours, input_size 224", "small, input_size 192", "FL-R-17, input_size 224",
+    ]  # fmt: skip
+    assert [group.label for group in compare([tmp_path / "a", tmp_path / "c"]).groups] == ["ours", "FL-R-17"]
+
+
+def test_shipped_settings_say_sizes_that_are_not_their_own(tmp_path: Path) -> None:
+    made_run(tmp_path / "vision" / "a", "cifar10-fedavg", 0, 40.0)
+    made_run(tmp_path / "vision" / "b", "inat-geo-3k-fedavgm-k10", 0, 40.0)
+    labels = {group.label for group in compare([tmp_path / "vision"]).groups}
+    assert labels == {"cifar10-fedavg", "inat-geo-3k-fedavgm-k10"}, "of 32 and 299 pixels"
+    make_run(tmp_path / "a", "c-r-17", "--model.input_size=192")
+    make_run(tmp_path / "b")
+    labels |= {"C-R-17, input_size 192", "FL-R-17, input_size 224"}
+    assert {group.label for group in compare([tmp_path]).groups} == labels
