@@ -7,11 +7,10 @@ Folders are searched for runs. Runs that differ by their seed alone are one grou
 are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
 needs nothing but itself; compare.png with its charts, and charts/ with each as PNG, SVG and PDF; compare.csv
 with each number of each run; table.tex, a table for a paper; classes.tex, scores of each class, where runs
-have them of at most 40 classes. With --columns KEY also a table with a column
-for each of the key's values and a row for each method, on the page and as crossed.tex. Methods are settings
-with all their other keys, or with the values of the keys after --rows. N.yaml holds lines "label: name", for
-labels that are to have another name; groups and rows come in its order. LaTeX reads $...$ in such a name as
-mathematics.
+have them of at most 40 classes. With --columns KEY also a table with a column for each of the key's values
+and a row for each method, on the page and as crossed.tex. Methods are settings with all their other keys, or
+with the values of the keys after --rows. N.yaml holds lines "label: name", for labels that are to have
+another name; groups and rows come in its order. LaTeX reads $...$ in such a name as mathematics.
 """
 
 from __future__ import annotations
