@@ -43,17 +43,13 @@ def data_of(directory: Path) -> Path | None:
     return None if said is None else Path(str(said))
 
 
-def check_data_of(directory: Path, path: Path) -> None:
-    """Refuse, in one line, a file that is not what the run in ``directory`` learnt from, where it says so."""
+def is_data_of(directory: Path, path: Path) -> bool | None:
+    """Whether a file is what the run in ``directory`` learnt from; None: it does not say."""
     said = (directory / "results.json", "data_sha256"), (directory / "checkpoint" / "data.json", "sha256")
     known = {read_json(file).get(key) for file, key in said if file.exists()} - {None}
     probe(path)  # before this process opens it
     with DataFile(path) as file:
-        if known - {file.fingerprint}:
-            raise ValueError(
-                f"--config {directory / 'config.yaml'} is of a run on other data than {path} holds today: "
-                "give --data_path"
-            )
+        return known == {file.fingerprint} if known else None
 
 
 class Experiment(ABC, Generic[C]):
@@ -99,19 +95,23 @@ class Experiment(ABC, Generic[C]):
         run = cls.benchmark.parse(argv)
         config, scales = run.config, cls.benchmark.scales
         source = cls.source(config)
-        if run.data_path is not None or run.origin is None:
+        if run.origin is None:
             return source.resolve(argv, run.data_path, scales, config.setting)
-        known = read_yaml(run.origin / "config.yaml")
-        if cls.source(cls.benchmark.read(known, "config.yaml")).path != source.path:
+        if run.data_path is not None:  # no scale is laid over what a run resolved
+            return source.resolve(argv, run.data_path, (), config.setting)
+        if cls.source(cls.benchmark.read(read_yaml(run.origin), "config.yaml")).path != source.path:
             return source.resolve(argv, None, scales, config.setting)  # of another data set
-        path = data_of(run.origin) or source.path
+        path, of_a_run = data_of(run.origin.parent), f"--config {run.origin}"
+        if path is None and source.mini.is_file() and is_data_of(run.origin.parent, source.mini):
+            path = source.mini  # a run that has not ended
+        path = path or source.path
         if path is None or (path != source.mini and not path.is_file()):
             missing = "" if path is None else f", {path}, which is not there"
+            raise ValueError(f"{of_a_run} needs its run's data file{missing}: give --data_path")
+        if path != source.mini and is_data_of(run.origin.parent, path) is False:
             raise ValueError(
-                f"--config {run.origin / 'config.yaml'} needs its run's data file{missing}: give --data_path"
+                f"{of_a_run} is of a run on other data than {path} holds today: give --data_path"
             )
-        if path != source.mini:
-            check_data_of(run.origin, path)
         return list(argv), path
 
     @classmethod

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from benchmarks.core.config.command_line import CommandLine
+from benchmarks.core.config.digests import config_tree
 from benchmarks.core.config.effects import (
     Idle,
     Reasons,
@@ -49,7 +50,7 @@ class Run(Generic[C_co]):
     benchmark: Benchmark[C_co] | None = None
     """The benchmark of the config; None where it was put together by hand and writes no run directory."""
     origin: Path | None = None
-    """The run directory whose ``config.yaml`` the config is; None: it is of no run."""
+    """The ``config.yaml`` of a run, or a copy of one, that the config is; None: it is of no run."""
 
     def __post_init__(self) -> None:
         check_privacy(self.config, self.runtime)
@@ -74,12 +75,6 @@ def _derived(config: TrainingConfig) -> Tree:
 def _unasked(*parts: Tree) -> list[str]:
     """The kinds of privacy for which no part of a config asks."""
     return [kind for kind in PRIVACY if not any(isinstance(part.get(kind), dict) for part in parts)]
-
-
-def _is_of_a_run(path: Path) -> bool:
-    """Whether this is the config.yaml of a run directory."""
-    beside = (path.with_name(name) for name in ("checkpoint", "metrics.jsonl", "results.json"))
-    return path.name == "config.yaml" and any(other.exists() for other in beside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +184,8 @@ class Benchmark(Generic[C_co]):
                 raise ValueError(f"--{name} is empty: give a value, or leave the option out")
         paths = {n: Path(text) if (text := plain[n]) else None for n in PATHS}
         path = self.path(plain["config"] or self.default)
-        shipped, of_a_run = read_yaml(path), _is_of_a_run(path)
-        if of_a_run:
+        shipped = read_yaml(path)
+        if of_a_run := self._is_of_a_run(path, shipped):
             shipped = dataclasses.asdict(self.read(shipped, str(path)))
         layers = self._layers(shipped, str(path)), self._layers(typed, "command line")
         tree = self._merged(*layers)
@@ -203,7 +198,7 @@ class Benchmark(Generic[C_co]):
         resume = plain["resume"] or "auto"
         if resume not in ("auto", "never"):
             raise ValueError(f"--resume is {resume!r}: choose auto or never")
-        origin = path.parent if of_a_run else None
+        origin = path if of_a_run else None
         run = Run(config, runtime, resume=resume, benchmark=self, origin=origin, **paths)  # type: ignore[arg-type]
         self.check(config)
         self._refuse_idle(config, runtime, layers[1][2], "--")
@@ -211,6 +206,18 @@ class Benchmark(Generic[C_co]):
             self._refuse_idle_in(path, layers[0])
         resolved = with_traces(with_weights(self.resolved(config), paths["weights"]))
         return dataclasses.replace(run, config=with_own_code(resolved))
+
+    def _is_of_a_run(self, path: Path, tree: Tree) -> bool:
+        """Whether this is the ``config.yaml`` of a run directory, or a copy of one: no key is left out."""
+        beside = (path.with_name(name) for name in ("checkpoint", "metrics.jsonl", "results.json"))
+        if path.name == "config.yaml" and any(other.exists() for other in beside):
+            return True  # of an early version, too
+        parts = [key.split(".") for key in dotted(tree)]
+        return self._first_keys <= {".".join(key[:end]) for key in parts for end in range(1, len(key) + 1)}
+
+    @cached_property
+    def _first_keys(self) -> Set[str]:
+        return dotted(config_tree(self.default_config)).keys() - YOUNGER.keys()
 
     def read(self, tree: Tree, where: str) -> C_co:
         """The resolved config in the ``config.yaml`` of a run of this or of an earlier version.

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.core.config.digests import config_tree
 from benchmarks.core.mini import CLASSES_FILE
 from benchmarks.core.run_directory import directory_of
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main
+from benchmarks.flair.train import Flair, main
 from benchmarks.visual_classification.train import VisualClassification
 from dataset.cli import run
-from dataset.files import write_json
+from dataset.files import write_bytes, write_json
 from dataset.flair.mini import write_mini
+from dataset.store.hdf5 import DataFile
 from tests.benchmarks.conftest import SMALL, TINY, Train
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.run_files import error_line, results
@@ -105,6 +108,24 @@ def test_the_config_of_a_run_with_another_data_set_brings_no_file(
     assert VisualClassification.resolve_data(words) == (words, Path(results(first)["dataset"]))
     other = [*words, "--data.dataset", "cifar100"]
     assert VisualClassification.resolve_data(other)[1] == CLASSES_FILE
+
+
+def test_no_scale_is_laid_over_the_config_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one that was killed: it names no file, and is known by its fingerprint."""
+    monkeypatch.chdir(tmp_path)
+    config = Flair.benchmark.parse(["--config", "fl-r-17", "--federated.cohort_size=7"]).config
+    write_bytes(tmp_path / "run" / "config.yaml", yaml.safe_dump(config_tree(config)).encode())
+    words = ["--config", "run/config.yaml"]
+    with pytest.raises(ValueError, match=r"needs its run's data file, data/flair.hdf5, which is not there"):
+        Flair.resolve_data(words)
+    stand_in = Flair.source(config).mini
+    assert Flair.resolve_data([*words, "--data_path=mini"]) == ([*words, "--data_path=mini"], stand_in)
+    write_mini(stand_in, TINY)
+    with DataFile(stand_in) as file:
+        write_json(tmp_path / "run" / "checkpoint" / "data.json", {"sha256": file.fingerprint})
+    assert Flair.resolve_data(words) == (words, stand_in)
 
 
 def test_what_is_said_of_a_longer_run_can_be_typed(
