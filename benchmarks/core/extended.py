@@ -5,10 +5,12 @@ The shorter run is left as it is; what a run goes on from is copied into the new
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 
 from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.recorder import Checkpoints
@@ -53,13 +55,15 @@ def check_extension(run: AnyRun, files: RunDirectory) -> None:
         )
     every = config.evaluation.every_rounds if config.mode == "federated" else config.evaluation.every_epochs
     account = _account(run)
+    if account["config_sha256"] != tree_digest(known):
+        raise ValueError(f"{asked} holds a config.yaml that is not the one of its checkpoint: restore it")
     if account["ended"] and old.num_steps % every:
         raise ValueError(
             f"{asked} scored its last model after {old.num_steps} {config.unit}s, which is no multiple of "
             f"evaluation.every_{config.unit}s = {every}: begin a new run"
         )
-    sha256 = checkpoint.read_json(run.extend / "checkpoint" / "data.json").get("sha256")
-    if sha256 != files.data_sha256:
+    data = run.extend / "checkpoint" / "data.json"
+    if not data.exists() or checkpoint.read_json(data).get("sha256") != files.data_sha256:
         raise ValueError(f"{asked} is a run on other data: give its file by --data_path")
 
 
@@ -68,20 +72,26 @@ def extend(run: AnyRun, files: RunDirectory) -> None:
     if run.extend is None or has_begun(files.path):
         return
     there = Checkpoints(run.extend, run)
-    tensors, account, _ = checkpoint.load_newest(there.last)
-    lines = (run.extend / "metrics.jsonl").read_bytes()[: account["metrics_bytes"]]
-    if hashlib.sha256(lines).hexdigest() != account["metrics_sha256"]:
-        raise ValueError(f"--extend {run.extend}: its metrics.jsonl is not the one of its checkpoint")
-    if account["ended"]:  # the last line is no step's: this run scores that model before its next step
-        lines = b"".join(lines.splitlines(keepends=True)[:-1])
+    metrics, found = run.extend / "metrics.jsonl", []
+    whole = metrics.read_bytes() if metrics.exists() else b""
+    for path in (checkpoint.previous(there.last), there.last):  # the one before: if users' states are damaged
+        with contextlib.suppress(ValueError, OSError):
+            found.append((path.name, *checkpoint.load(path)))
+    for _, _, account in found:
+        lines = whole[: account["metrics_bytes"]]
+        if hashlib.sha256(lines).hexdigest() != account["metrics_sha256"]:
+            raise ValueError(f"--extend {run.extend}: its metrics.jsonl is not the one of its checkpoint")
+        if account["ended"]:  # the last line is no step's: this run scores that model before its next step
+            lines = b"".join(lines.splitlines(keepends=True)[:-1])
+        account |= {"ended": False, "config_sha256": files.config_sha256, "metrics_bytes": len(lines)}
+        account |= {"metrics_sha256": hashlib.sha256(lines).hexdigest()}
     write_bytes(files.path / "metrics.jsonl", lines)
     for path in there.of_users:
         if path.exists():
             with replacing(files.path / "checkpoint" / path.name) as copy:
                 shutil.copyfile(path, copy)
-    account |= {"ended": False, "config_sha256": files.config_sha256, "metrics_bytes": len(lines)}
-    account |= {"metrics_sha256": hashlib.sha256(lines).hexdigest()}
-    checkpoint.save(files.path / "checkpoint" / there.last.name, tensors, account)
+    for name, tensors, account in found:
+        checkpoint.save(files.path / "checkpoint" / name, tensors, account)
 
 
 def _account(run: AnyRun) -> Tree:

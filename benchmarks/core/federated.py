@@ -294,7 +294,7 @@ def train_federated(
             recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
         state, line = algorithm.round(state, number)
         if number == first:  # the first round decides; a run that goes on after its last has it of its file
-            recorder.arithmetic = algorithm.arithmetic(precision)
+            recorder.trained_in(algorithm.arithmetic(precision), number)
             if recorder.ledger is not None:
                 recorder.ledger.warn_of_noise()
         if seconds := worker_seconds():

@@ -316,6 +316,12 @@ class Recorder:
         self.progress.open(step)
         return step, state
 
+    def trained_in(self, arithmetic: str, step: int) -> None:
+        """Note in which arithmetic steps from this one on are computed; that of earlier ones stays."""
+        before = self.arithmetic or arithmetic
+        changed = not before.endswith(arithmetic)
+        self.arithmetic = f"{before}; from {self.unit} {step} on {arithmetic}" if changed else before
+
     def _resumed(self, account: Tree) -> int:
         """Take up the account that a checkpoint holds; the step to go on at."""
         step = int(account["step"])

@@ -30,7 +30,7 @@ from benchmarks.core.config.trees import Tree, differences
 from benchmarks.core.own_code import own_code
 from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
-from benchmarks.sweep.report import Row, draw_trials, other_models, over_seeds, table, write_tables
+from benchmarks.sweep.report import Row, best_row, draw_trials, other_models, over_seeds, table, write_tables
 from benchmarks.sweep.space import Sweep, command_words
 from dataset.files import OWN
 from pfl_ext.configs import STRICT
@@ -321,15 +321,9 @@ class LocalSweep:
 
     def _again(self, rows: Sequence[Row]) -> str | None:
         """The command that trains with the config of the best trial that has finished, if there is one."""
-        sign = -1 if self.sweep.ranking.goal == "maximize" else 1
-        scored = [
-            (sign * row.score, row.number, row)
-            for row in rows
-            if row.status == "finished" and row.score is not None
-        ]
-        if not scored:
+        best = best_row(rows, self.sweep.ranking)
+        if best is None:
             return None
-        *_, best = min(scored, key=lambda each: each[:2])
         benchmark = self.sweep.experiment.benchmark
         path = self.directory / best.run_dir / "config.yaml"
         if not path.exists():
@@ -346,8 +340,9 @@ class LocalSweep:
             if config.evaluation.best_by != "last":
                 words += ["--evaluation.best_by", "last"]
         given = benchmark.words(self.words)
-        words += ["--weights", given["weights"]] if "weights" in given else []
-        words += ["--seed", str(config.seed + 1)]
+        for name in ("weights", *(key for key in given if key.startswith("runtime."))):
+            words += [f"--{name}", given[name]] if name in given else []
+        words += ["--seed", str(1 + max(int(row.point.get("seed", config.seed)) for row in rows))]
         benchmark.parse(words)
         own = f"{OWN}={shlex.quote(os.environ[OWN])} " if config.own_code else ""
         return own + shlex.join(["python", "-m", self.sweep.program_module, *words])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -103,6 +104,29 @@ def over_seeds(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headl
             [str(rank), *point, str(len(scores)), *_mean_and_std(scores, ".4g"), *_mean_and_std(tests, ".2f")]
         )
     return out
+
+
+def best_row(rows: Sequence[Row], metric: Metric) -> Row | None:
+    """A finished trial of the best point, by its mean over seeds where seeds vary; None: no trial finished.
+
+    A point of which a seed diverged is the best only where one did of all.
+    """
+    sign = -1 if metric.goal == "maximize" else 1
+    points: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.status in ("finished", "diverged"):
+            points.setdefault(tuple(_cells(row, [name for name in row.point if name != "seed"])), []).append(
+                row
+            )
+
+    def rank(found: Sequence[Row]) -> tuple[bool, float]:
+        scores = [row.score for row in found if row.status == "finished" and row.score is not None]
+        fell = any(row.status == "diverged" for row in found)
+        return fell, sign * statistics.fmean(scores) if scores else math.inf
+
+    order = sorted(points.values(), key=rank)
+    finished = (row for found in order for row in found if row.status == "finished" and row.score is not None)
+    return next(finished, None)
 
 
 def _mean_and_std(values: Sequence[float | None], form: str) -> tuple[str, str]:

@@ -102,7 +102,7 @@ class FedPer(Personalised):
         """x with the user's h, after `tune_epochs` epochs of tuning."""
         own = super().own_model(x, kept, user, number)
         if self.tunes:
-            last = self.context.num_rounds - 1  # the schedule has no learning rate after the last round
-            update, _ = self._tuning.train_alone(own, user, min(number, last), draws=number)
+            last = max(number - 1, 0)  # whose learning rate is used, as there is none after the last round
+            update, _ = self._tuning.train_alone(own, user, last, draws=number)
             own = {name: w + update[name] for name, w in own.items()}
         return own

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from pfl_ext.checkpoint import load, previous
 from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.run_files import results, timeless
 
@@ -19,6 +21,13 @@ CASES = {
     "errors": ("--compression.kind=top_k", *MOMENTUM),
     "exponential": ("--local.schedule=exponential", "--local.schedule_factor=0.9"),
     "centralised": ("--config=c-r-17",),
+    "tuned": (
+        "--federated.algorithm=fedper",
+        "--federated.options.tune_epochs=1",
+        "--federated.options.score_every=2",
+        "--local.schedule=exponential",
+        "--local.schedule_factor=0.1",
+    ),
 }
 
 
@@ -101,3 +110,43 @@ def test_other_data_and_folders_without_a_run_are_refused(
 def test_a_longer_run_in_the_same_folder_is_told_how(train: Train, refused: Refused) -> None:
     directory = train(*KEPT, "--federated.num_rounds=2")
     refused(f"--extend {directory} makes a longer run of it", "--federated.num_rounds=4")
+
+
+def test_a_config_that_was_edited_is_not_that_of_the_checkpoint(train: Train, refused: Refused) -> None:
+    """Its first rounds were trained at another rate than the longer run would have stated."""
+    short = train(*KEPT, "--federated.num_rounds=2", "--local.learning_rate=0.1", name="short")
+    config = short / "config.yaml"
+    config.write_text(
+        re.sub(r"(local:.*?learning_rate: )0\.1", r"\g<1>0.3", config.read_text(), flags=re.DOTALL)
+    )
+    words = ("--federated.num_rounds=4", "--local.learning_rate=0.3", f"--extend={short}")
+    refused("holds a config.yaml that is not the one of its checkpoint", *words, name="longer")
+    (short / "checkpoint" / "data.json").unlink()
+    refused("holds a config.yaml that is not", *words, name="longer")
+
+
+def test_where_states_of_users_are_damaged_it_goes_on_from_the_checkpoint_before(train: Train) -> None:
+    """As the shorter run does itself."""
+    words = ("--federated.algorithm=ditto", "--federated.cohort_size=2")
+    whole = train(*words, "--federated.num_rounds=5", name="whole")
+    with killed_at(3):
+        short = train(*words, *KEPT, "--federated.num_rounds=4", name="short", code=130)
+    file, last = (short / "checkpoint" / name for name in ("personal.f32", "last.safetensors"))
+    rows, before = (
+        next(tensor for name, tensor in load(path)[0].items() if name.endswith("rows")).tolist()
+        for path in (last, previous(last))
+    )
+    content, length = bytearray(file.read_bytes()), file.stat().st_size // (max(*rows, *before) + 1)
+    content[length * next(row for row in rows if row >= 0 and row not in before)] ^= 255
+    file.write_bytes(content)
+    longer = train(*words, "--federated.num_rounds=5", f"--extend={short}", name="longer")
+    assert timeless(longer) == timeless(whole)
+
+
+def test_what_was_trained_in_another_arithmetic_stays_said(train: Train) -> None:
+    short = train(*KEPT, "--federated.num_rounds=2", "--runtime.cpu_kernels=false", name="short")
+    first = results(short)["arithmetic"]
+    longer = train("--federated.num_rounds=3", "--runtime.precision=bf16", f"--extend={short}", name="longer")
+    said = results(longer)["arithmetic"]
+    assert said.startswith(f"{first}; from round 2 on bfloat16")
+    assert said.count("; from round") == 1

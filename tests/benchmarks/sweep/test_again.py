@@ -38,10 +38,11 @@ def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
     small = [word for word in VISION_SMALL if "progress" not in word and "learning_rate" not in word]
     program = {"program": "benchmarks.visual_classification.train", "command": None}
     best = {"metric": {"name": "val/accuracy", "goal": "maximize"}}
-    words = ("--config=cifar10-fedavg", *small, *HELD_OUT)
+    words = ("--config=cifar10-fedavg", *small, *HELD_OUT, "--runtime.accumulate=fp64")
     said = SAID.search(swept(tmp_path, classes_file, *words, **program, **best))
     assert said is not None
     assert said[1] == "benchmarks.visual_classification.train"
+    assert "--runtime.accumulate fp64 " in said[2], "which its numbers depend on"
     first = (tmp_path / "sweep" / "table.csv").read_text().splitlines()[1].split(",")[-1]
     with sparingly(draw=False):
         assert run(vision_main, [*shlex.split(said[2]), f"--run_dir={tmp_path / 'again'}"]) == 0

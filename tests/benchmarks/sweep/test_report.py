@@ -13,6 +13,7 @@ from benchmarks.sweep.report import (
     MOST_LABELS,
     PAD,
     Row,
+    best_row,
     draw_trials,
     other_models,
     over_seeds,
@@ -89,6 +90,13 @@ def test_points_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None:
     ranked = over_seeds(fell, ["a", "seed"], Metric("val/C-AP", "maximize"), "C-AP")
     assert [line[1] for line in ranked[1:]] == ["lucky", "steady"], "one of its seeds diverged"
     assert over_seeds(rows, ["a"], Metric("val/loss"), "C-AP") == []
+    best = best_row(fell, Metric("val/C-AP", "maximize"))
+    assert best is not None
+    assert best.point["a"] == "lucky"
+    best = best_row(rows, Metric("val/C-AP", "maximize"))
+    assert best is not None
+    assert best.point["a"] == "steady"
+    assert best_row(rows[-1:], Metric("val/loss")) is None
     text = write_tables([["rank"], ["1"]], means, "A note.", tmp_path)
     assert text == (tmp_path / "table.md").read_text().rstrip("\n")
     assert "A note.\n\nOver seeds" in text
