@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -205,6 +206,14 @@ def import_all(package: str) -> None:
     own_modules()
 
 
+def module_in_execution() -> str:
+    """The name of the innermost module that is being imported or run: who registers something."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
 def own_modules() -> list[ModuleType]:
     """The user's modules that the environment variable `OWN` names, imported from the current folder or the
     path of modules; a name that ends in ``.py`` is the path of a file.
@@ -213,11 +222,12 @@ def own_modules() -> list[ModuleType]:
         ValueError: one line that names the module, if importing it raises anything, or if another module has
             the name of a file.
     """
+    names = [name.strip() for name in os.environ.get(OWN, "").split(",") if name.strip()]
+    paths = [Path(name).absolute() if name.endswith(".py") else None for name in names]
+    folders = [*(path.parent for path in paths if path), *([Path.cwd()] if names else [])]
+    sys.path += [place for place in dict.fromkeys(map(str, folders)) if place not in sys.path]
     found = []
-    for name in filter(None, map(str.strip, os.environ.get(OWN, "").split(","))):
-        path = Path(name).absolute() if name.endswith(".py") else None
-        if (folder := str(path.parent if path else Path.cwd())) not in sys.path:
-            sys.path.append(folder)
+    for name, path in zip(names, paths):
         try:
             found.append(importlib.import_module(path.stem if path else name))
         except (Exception, SystemExit) as fault:

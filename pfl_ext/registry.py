@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from dataset.files import OWN, import_all
+from dataset.files import OWN, import_all, module_in_execution
 
 Thing = TypeVar("Thing")
 Kept = TypeVar("Kept")
@@ -28,6 +28,8 @@ class Registry(Generic[Thing]):
     def __init__(self, package: str, key: str) -> None:
         self._package, self.key = package, key
         self._things: dict[str, Thing] = {}
+        self.registered_by: dict[str, str] = {}
+        """The module that registered each thing, which may be defined in another."""
         self._is_complete = False
 
     def add(self, name: str, thing: Thing) -> None:
@@ -38,6 +40,7 @@ class Registry(Generic[Thing]):
         """
         if self._things.setdefault(name, thing) is not thing:
             raise ValueError(f"there are two {self.key} {name}")
+        self.registered_by[name] = module_in_execution()
 
     def register(self, name: str) -> Callable[[Kept], Kept]:
         """Decorator that registers a thing under this name."""

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 from benchmarks.core.config.sections import TrainingConfig
 from dataset.files import OWN, file_digest, own_modules
-from dataset.partitions.drawn import drawers, name_for, read_name
+from dataset.partitions.drawn import drawers, name_for, read_name, registered_by
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.models.small import NETWORKS
+from pfl_ext.registry import Registry
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 PROJECT = {"benchmarks", "dataset", "pfl_ext", "tests"}
@@ -45,9 +46,10 @@ def with_own_code(config: SomeConfig) -> SomeConfig:
     """The config with the digest of the user's own files that it is computed by; None: it needs none."""
     if not os.environ.get(OWN):
         return config if config.own_code is None else dataclasses.replace(config, own_code=None)
-    names = {name for thing in _things(config) for name in _modules_of(thing)}
+    modules = own_modules()  # which register what they add
+    names = {name for by, thing in _things(config) for name in (by, *_modules_of(thing))}
     used: dict[str, str] = {}
-    for module in own_modules():
+    for module in modules:
         files = _files(module)
         tops = {name.partition("/")[0].partition(".")[0] for name in files} - PROJECT
         if names & files.keys() or {name.partition(".")[0] for name in names} & tops:
@@ -57,19 +59,24 @@ def with_own_code(config: SomeConfig) -> SomeConfig:
     return dataclasses.replace(config, own_code=digest)
 
 
-def _things(config: TrainingConfig) -> Iterator[Any]:
-    """What the config chooses by name."""
+def _things(config: TrainingConfig) -> Iterator[tuple[str, Any]]:
+    """What the config chooses by name, each after the module that registered it."""
     if config.model.arch in NETWORKS.names():
-        yield NETWORKS[config.model.arch]
+        yield _of(NETWORKS, config.model.arch)
     if config.mode == "centralised":
-        yield SERVER_OPTIMIZERS[config.centralised.optimizer].build
+        yield _of(SERVER_OPTIMIZERS, config.centralised.optimizer)
         return
-    yield SERVER_OPTIMIZERS[config.server.optimizer].build
+    yield _of(SERVER_OPTIMIZERS, config.server.optimizer)
     for section in (config.federated, config.compression, config.aggregation, config.attack):
-        yield section.chosen
+        yield _of(section.registry, section.name)
     recipe = read_name(name_for(getattr(config.data, "partition", None) or "", config.seed))
     if recipe is not None:
-        yield drawers()[recipe.kind]
+        yield registered_by[recipe.kind], drawers()[recipe.kind]
+
+
+def _of(registry: Registry[Any], name: str) -> tuple[str, Any]:
+    thing = registry[name]
+    return registry.registered_by.get(name, ""), thing
 
 
 def _modules_of(thing: Any) -> Iterator[str]:
@@ -84,12 +91,14 @@ def _modules_of(thing: Any) -> Iterator[str]:
 
 
 def _files(module: ModuleType) -> dict[str, str]:
-    """The digests of a module's own file, or of its package's, and of what these import from their folder."""
+    """The digests of a module's own file, or of its package's, and of what these import from their folder or
+    of the modules that the user names."""
     found: dict[str, str] = {}
     top = sys.modules[module.__name__.partition(".")[0]]
     if top.__name__ in PROJECT:
         return {module.__name__: file_digest(Path(str(module.__file__)))}
     folder, left, seen = _place(top), [top], PROJECT | {top.__name__}
+    named = {module.__name__.partition(".")[0] for module in own_modules()}
     while left:
         one = left.pop()
         inside = [Path(place) for place in getattr(one, "__path__", ())]
@@ -98,9 +107,12 @@ def _files(module: ModuleType) -> dict[str, str]:
             paths = {one.__name__: Path(str(one.__file__))}
         for name, path in sorted(paths.items()):
             found[name] = file_digest(path)
-            new = sorted(_imported(path) - seen) if folder else []
+            new = sorted(_imported(path) - seen)
             seen |= set(new)
-            left += [near for other in new if (near := sys.modules.get(other)) and _place(near) == folder]
+            near = [sys.modules[other] for other in new if other in sys.modules]
+            left += [
+                other for other in near if other.__name__ in named or (folder and _place(other) == folder)
+            ]
     return found
 
 

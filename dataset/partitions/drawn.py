@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataset.arrays import IntArray
-from dataset.files import import_all
+from dataset.files import import_all, module_in_execution
 from dataset.store.annotations import LabelMatrix
 from dataset.store.index import PartitionIndex
 
@@ -60,6 +60,8 @@ kind without a number gets 0."""
 MAX_NUMBER = 1e100
 """Largest number of a kind, far beyond any use; its products with a number of classes are finite."""
 _DRAWERS: dict[str, Drawer] = {}
+registered_by: dict[str, str] = {}
+"""The module that registered each kind of partition, which may be defined in another."""
 _WITHOUT_NUMBER: set[str] = set()
 _OF_ANY: set[str] = set()
 SEED_OF_RUN = "-seed-run"
@@ -80,6 +82,7 @@ def drawn(name: str, *, numbered: bool = True, of_any: bool = False) -> Callable
     def decorate(drawer: Drawer) -> Drawer:
         if _DRAWERS.setdefault(name, drawer) is not drawer:
             raise ValueError(f"there are two --partition {name}")
+        registered_by[name] = module_in_execution()
         if not numbered:
             _WITHOUT_NUMBER.add(name)
         if of_any:

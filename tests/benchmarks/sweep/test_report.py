@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_no_line_of_the_picture_runs_along_its_frame(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("values", [[0.01, 0.1, 1.0], ["none", "horizontal", None]])
 def test_one_swept_key_is_drawn_as_scores_over_its_values(
-    values: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line goes through the means over seeds; a value one of whose seeds diverged has none."""
     sweep, _, _ = read_sweep(
