@@ -207,7 +207,8 @@ def _check_outputs(arch: str, task: Task) -> None:
         example = encoder if needed == "image" and encoder != arch else KINDS[needed][1]
         raise ValueError(
             f"model.arch is {arch}, which has outputs for {KINDS[found][0]}, and this task needs them for "
-            f"{KINDS[needed][0]}: choose another, as {example}"
+            f"{KINDS[needed][0]}: choose another, as {example}, or say so in a file of your own "
+            f'(BUILDER.outputs = "{needed}")'
         )
 
 

@@ -128,7 +128,7 @@ class RunDirectory:
             model, more = self.path / "model.safetensors", ""
             if len(changed) == 1 and changed[0].startswith(LENGTHS) and has_checkpoint(self.path):
                 more = f"; --extend {self.path} makes a longer run of it"
-            elif model.exists() and any(change.startswith(LENGTHS) for change in changed):
+            elif self._begins_others(model) and any(change.startswith(LENGTHS) for change in changed):
                 switch = "" if self.run.config.model.pretrained else "--model.pretrained true "
                 more = (
                     f"; {switch}--weights {model} --model.keep_head true lets a new run begin with its model"
@@ -145,6 +145,13 @@ class RunDirectory:
                 f"{self.data_sha256[:12]}): give its file, or choose another --run_dir"
             )
         return tree_digest(known)
+
+    def _begins_others(self, model: Path) -> bool:
+        """Whether other runs can begin with a run's model; one with GroupNorm in place of BatchNorm cannot."""
+        results = self.path / "results.json"
+        norm = str(read_json(results).get("norm")) if results.exists() else ""
+        from_scratch = not self.run.config.model.pretrained
+        return model.exists() and not (from_scratch and "GroupNorm" in norm)
 
     def begin(self) -> None:
         """Make the directory this run's own; the caller holds its lock."""

@@ -87,6 +87,12 @@ def load_weights(
             f"{source} holds BatchNorm statistics, for which GroupNorm has no place; take the network with "
             "frozen BatchNorm (pretrained), or weights trained with GroupNorm"
         )
+    statistics = {name for name in wanted if name.endswith(("running_mean", "running_var"))}
+    if statistics and statistics == missing and not unexpected:
+        raise ValueError(
+            f"{source} has GroupNorm where model.pretrained true has BatchNorm with fixed statistics: "
+            f"{arch} was trained from scratch, and such a run goes on by --extend, if it kept checkpoints"
+        )
     wrong = [
         f"{name} is {tuple(loaded[name].shape)} {loaded[name].dtype} for {tuple(wanted[name].shape)}"
         for name in wanted

@@ -20,7 +20,7 @@ from dataset.cli import run
 from dataset.files import write_bytes, write_json
 from dataset.flair.mini import write_mini
 from dataset.store.hdf5 import DataFile
-from tests.benchmarks.conftest import SMALL, TINY, Train
+from tests.benchmarks.conftest import RESNET18, SMALL, TINY, Train
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.run_files import error_line, results
 from tests.benchmarks.sparing import sparingly
@@ -138,3 +138,13 @@ def test_what_is_said_of_a_longer_run_can_be_typed(
     assert words is not None, said
     train(*words[1].split(), "--federated.num_rounds=1", name="more")
     assert results(tmp_path / "more")["weights"]["sha256"] == results(directory)["model_sha256"]
+
+
+def test_a_model_that_no_other_run_can_begin_with_is_not_offered(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ResNets from scratch have GroupNorm."""
+    words = (*RESNET18, "--model.pretrained=false", "--federated.cohort_size=1", "--local.max_images=1")
+    train(*words, "--federated.num_rounds=1", "--runtime.keep_checkpoints=false")
+    train(*words, "--federated.num_rounds=4", code=2)
+    assert "--weights" not in error_line(capsys)

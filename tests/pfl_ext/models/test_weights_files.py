@@ -147,6 +147,15 @@ def test_batchnorm_weights_are_refused_by_groupnorm(weights_file: Path) -> None:
         build(weights=weights_file)
 
 
+def test_weights_of_a_network_from_scratch_are_refused_by_frozen_batchnorm(tmp_path: Path) -> None:
+    """It was said to be no file of this network."""
+    safetensors.torch.save_file(build().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"has GroupNorm where model.pretrained true has .* goes on by --extend"
+    ):
+        build(pretrained=True, keep_head=True, weights=tmp_path / "model.safetensors")
+
+
 @pytest.mark.parametrize("failure", [URLError("no route to host"), RuntimeError("invalid hash value")])
 def test_without_a_network_the_file_to_fetch_is_named(
     failure: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
