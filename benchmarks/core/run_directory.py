@@ -147,7 +147,7 @@ class RunDirectory:
         return tree_digest(known)
 
     def _begins_others(self, model: Path) -> bool:
-        """Whether other runs can begin with a run's model; one with GroupNorm in place of BatchNorm cannot."""
+        """Whether other runs can begin with a run's model: not with GroupNorm in place of BatchNorm."""
         results = self.path / "results.json"
         norm = str(read_json(results).get("norm")) if results.exists() else ""
         from_scratch = not self.run.config.model.pretrained
