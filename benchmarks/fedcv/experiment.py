@@ -142,12 +142,14 @@ class OfAnnotatedImages(Experiment[C]):
         return {"per_user": summary, "clients": spreads_by_group(store.user_ids, trained, sizes, values)}
 
     def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
-        """Below the splits' scores, the mean of those of single users."""
-        if "per_user" not in results:
-            return super().rows(results)
-        users, found = results["per_user"], results["per_user"]["quantiles"]
-        mean = {name: values["mean"] for name, values in found.items() if values["n"]}
-        return {**super().rows(results), f"mean of {users['users']} {users['split']} users": mean}
+        """Below the splits' scores, the means of those of single users: a row for each number of users that
+        have a score."""
+        means: dict[str, dict[str, float]] = {}
+        users = results.get("per_user", {"quantiles": {}})
+        for name, values in users["quantiles"].items():
+            if values["n"]:
+                means.setdefault(f"mean of {values['n']} {users['split']} users", {})[name] = values["mean"]
+        return {**super().rows(results), **means}
 
 
 def partition_facts(view: AnnotatedView) -> Tree:

@@ -137,6 +137,20 @@ def test_test_users_are_scored_one_by_one_if_asked_for(
     assert not (without / "per_user.json").exists()
 
 
+def test_a_mean_over_users_counts_those_with_a_score() -> None:
+    """Users whose masks are void have none."""
+    scores = {"mIoU": 20.0, "pixel accuracy": 30.0}
+    found = {"test": scores, "val": scores, "last": {"test": scores}}
+    quantiles = {"mIoU": {"n": 2, "mean": 50.0}, "pixel accuracy": {"n": 3, "mean": 60.0}, "x": {"n": 0}}
+    experiment = object.__new__(FederatedSegmentation)
+    rows = experiment.rows({**found, "per_user": {"split": "test", "users": 4, "quantiles": quantiles}})
+    assert {name: row for name, row in rows.items() if name.startswith("mean")} == {
+        "mean of 2 test users": {"mIoU": 50.0},
+        "mean of 3 test users": {"pixel accuracy": 60.0},
+    }
+    assert experiment.rows(found).keys() == rows.keys() - {"mean of 2 test users", "mean of 3 test users"}
+
+
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:
     whole = weights(killed_and_resumed(train, 1)[0])
     stock = weights(train("--runtime.engine=stock", name="stock"))
