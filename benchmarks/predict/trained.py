@@ -21,8 +21,10 @@ from torch import Tensor
 from benchmarks.compare.reading import read_any
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment
+from benchmarks.core.own_code import own_code
 from benchmarks.reporting.runs import RunRecord, not_whole
 from dataset.arrays import ByteArray
+from dataset.files import OWN
 from dataset.store import images as stored_images
 from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
@@ -131,7 +133,8 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
         device: where the network computes.
 
     Raises:
-        ValueError: for a run that has not ended, or whose files do not fit together; one line.
+        ValueError: for a run that has not ended, whose files do not fit together, or whose own code was
+            edited after its training; one line.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -139,6 +142,7 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
     record, experiment = read_any(directory)
     if record.results is None:
         raise ValueError(f"{directory}: it has not ended; its training command, given again, goes on with it")
+    _check_own_code(record)
     classes = _classes(record)
     file = directory / "model.safetensors"
     if not file.is_file():
@@ -152,6 +156,19 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
         reason = " ".join(str(fault).split())
         raise not_whole(directory, f"{file.name} does not fit its config: {reason[:200]}") from None
     return Trained(record, experiment, classes, network.to(device).eval())
+
+
+def _check_own_code(record: RunRecord) -> None:
+    """Refuse files of the user's that were edited since the training: the weights may mean other things."""
+    if record.config.own_code is None:  # it is computed by none of them
+        return
+    before, now = record.outcome.get("own_code", {}), own_code()
+    edited = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    if edited:
+        raise ValueError(
+            f"{record.directory} was trained with another version of {', '.join(edited)} ({OWN}), so that "
+            "predictions would be others: restore the file as it was, or train again"
+        )
 
 
 def _classes(record: RunRecord) -> tuple[str, ...]:
