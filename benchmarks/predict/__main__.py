@@ -5,7 +5,8 @@
     python -m benchmarks.predict RUN_DIR --user ID --output predictions.csv
 
 Works with runs of every benchmark. Labels and classes give a CSV table with each class's probability; masks
-a folder of PNG files whose levels are the classes' numbers; boxes a JSON list in COCO's format of results.
+a folder of PNG files whose pixels are the classes' numbers, in the classes' colours; boxes a JSON list in
+COCO's format of results. Masks and boxes are of the image's own size.
 Without --images, the images are those of a split of the run's data file, with their users and their labels.
 With --user the model is that user's own, of a run whose users keep variables (fedper, ditto and others) and
 that was trained with --runtime.keep_checkpoints true; without --images and --split, the images are then those
@@ -33,7 +34,7 @@ from benchmarks.core.commands import command_parser
 from benchmarks.core.execute import pfl_device
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_pixels, trained
-from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer
+from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, mask_places
 from dataset.arrays import IntArray
 from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
@@ -80,7 +81,7 @@ def _files(paths: Sequence[Path], apart: bool) -> dict[Path, Path]:
 
     Args:
         paths: of files and folders; links are followed, and hidden files in folders left out.
-        apart: whether two files must not have the same place.
+        apart: whether the places are those of masks, which two files must not share.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -100,9 +101,10 @@ def _files(paths: Sequence[Path], apart: bool) -> dict[Path, Path]:
     for file, place in found.items():
         if apart and places.setdefault(place, file) != file:
             raise ValueError(
-                f"{places[place]} and {file} would have one mask, {place}.png: give one --output for each"
+                f"{places[place]} and {file} would have one mask, {mask_places([place])[0]}.png: give one "
+                "--output for each"
             )
-    return found
+    return dict(zip(found, mask_places([*found.values()]))) if apart else found
 
 
 def _check_output(output: Path, model: Trained, inputs: Iterable[Path], overwrite: bool) -> None:
@@ -137,6 +139,9 @@ def _of_split(
     rows_of_all = np.arange(int(store.user_offsets[-1])) if chosen is None else chosen
     owners = np.repeat(np.arange(len(store.user_ids)), np.diff(store.user_offsets))
     of_labels = model.task.outputs == "image"
+    sizes = file.split(store.file_split).image_sizes if isinstance(store, Split) else None
+    ids = [(store.user_ids[owners[row]], _image_id(file, store, row)) for row in rows_of_all.tolist()]
+    places = mask_places([Path(*map(_file_name, pair)) for pair in ids])
 
     def batches() -> Iterator[Batch]:
         names = np.array(model.classes)
@@ -144,11 +149,11 @@ def _of_split(
             rows = rows_of_all[first : first + size]
             images, targets = store.read(rows)
             shown = []
-            for row, target in zip(rows.tolist(), targets):
-                user, image = store.user_ids[owners[row]], _image_id(file, store, row)
+            for number, (row, target) in enumerate(zip(rows.tolist(), targets), first):
+                user, image = ids[number]
                 truth = names[np.flatnonzero(target)].tolist() if of_labels else None
-                place = Path(_file_name(user), _file_name(image))
-                shown.append(Shown(image, place, images.shape[1:3], user, truth))
+                height, width = images.shape[1:3] if sizes is None else sizes[store.file_rows[row]].tolist()
+                shown.append(Shown(image, places[number], (height, width), user, truth))
             yield shown, torch.from_numpy(images)
 
     return batches(), len(rows_of_all)
@@ -167,16 +172,23 @@ def _file_name(text: str) -> str:
     return name.replace(".", "%2E", 1) if name.startswith(".") else name
 
 
+def _category_ids(model: Trained, known: Sequence[int]) -> tuple[Sequence[int], str]:
+    """The ids of the classes in lists of boxes, and which they are in words; ``known``: by the data file."""
+    if len(known) == len(model.classes):
+        return known, "as in the annotations that the data file was made from"
+    return range(1, len(model.classes) + 1), "from 1 on, in the order of the classes in results.json"
+
+
 @contextlib.contextmanager
-def _writer(model: Trained, output: Path, of_users: bool) -> Iterator[Writer]:
+def _writer(model: Trained, output: Path, of_users: bool, numbers: Sequence[int]) -> Iterator[Writer]:
     """What takes the predictions; the file appears when the block ends."""
     outputs = model.task.outputs
     if outputs == "pixels":
-        yield Masks(output_folder("--output", output))
+        yield Masks(output_folder("--output", output), model.classes)
         return
     with replacing(output) as path, path.open("w", newline="") as file:
         if outputs == "boxes":
-            writer: Writer = Boxes(file, model.classes, model.network.input_size)
+            writer: Writer = Boxes(file, [*zip(numbers, model.classes)], model.network.input_size)
         else:
             writer = Table(file, model.classes, model.task.exclusive, of_users)
         yield writer
@@ -205,10 +217,12 @@ def main(argv: Sequence[str]) -> None:
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
         path, held_out = Path(options.data_path or str(model.record.outcome.get("dataset", ""))), None
+        known: Sequence[int] = ()
         if options.user is not None or not options.images:
             if path == Path():
                 raise ValueError(f"{options.run_dir} does not say where its data lies: give --data_path")
             file = stack.enter_context(DataFile(path))
+            known = file.provenance.get("category_ids", ())
         if options.user is not None:
             model, held_out = own_model(model, file, options.user)
         if options.images:
@@ -224,9 +238,12 @@ def main(argv: Sequence[str]) -> None:
             source = f"images of {split} in {path}"
         if model.task.outputs != "pixels":
             _check_output(options.output, model, inputs, options.overwrite)
-        with _writer(model, options.output, not options.images) as writer:
+        numbers, meaning = _category_ids(model, known)
+        with _writer(model, options.output, not options.images, numbers) as writer:
             _write(model, batches, total, writer)
     print(f"{total:,} {source}, {len(model.classes)} classes: {options.output}")
+    if model.task.outputs == "boxes":
+        print(f"category_id: {meaning}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from dataset.convert.folder import IMAGE_SUFFIXES
 from dataset.files import write_bytes
 from pfl_ext.tasks.detection_scores import CLASS, NO_BOX, SCORE
 
@@ -39,6 +40,13 @@ class Shown:
     size: tuple[int, int]
     user: str | None = None
     truth: Sequence[str] | None = None
+
+
+def mask_places(images: Sequence[Path]) -> list[Path]:
+    """Where the masks of images lie, by the images' places: without the suffix of an image, unless two masks
+    would then have one place."""
+    bare = [path.with_suffix("") if path.suffix.lower() in IMAGE_SUFFIXES else path for path in images]
+    return bare if len(set(bare)) == len(set(images)) else list(images)
 
 
 class Writer(ABC):
@@ -79,16 +87,24 @@ class Table(Writer):
 
 
 class Masks(Writer):
-    """A PNG for each image in a folder, of its size; a pixel's level is the number of its class, from 0."""
+    """A PNG for each image in a folder, of its size; a pixel's value is the number of its class, from 0.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: for the files.
+        classes: K names; their colours are the palette.
+    """
+
+    def __init__(self, folder: Path, classes: Sequence[str]) -> None:
+        from benchmarks.reporting.pictures import mask_palette  # matplotlib, which others can spare
+
+        self._folder, self._palette = folder, mask_palette(len(classes)).tobytes()
 
     def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
         """Files."""
         for shown, mask in zip(images, predicted.cpu().numpy(), strict=True):
             height, width = shown.size
             picture = Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST)
+            picture.putpalette(self._palette)
             buffer = io.BytesIO()
             picture.save(buffer, "PNG")
             write_bytes(self._folder / f"{shown.place}.png", buffer.getvalue())
@@ -99,12 +115,12 @@ class Boxes(Writer):
 
     Args:
         output: an open text file.
-        classes: names; ``category_id`` is a class's place among them, from 1.
+        categories: id and name of each class.
         side: of the network's input in pixels, in which predicted boxes are.
     """
 
-    def __init__(self, output: IO[str], classes: Sequence[str], side: int) -> None:
-        self._output, self._classes, self._side = output, classes, side
+    def __init__(self, output: IO[str], categories: Sequence[tuple[int, str]], side: int) -> None:
+        self._output, self._categories, self._side = output, categories, side
         self._before = "[\n"
 
     def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
@@ -113,12 +129,12 @@ class Boxes(Writer):
             down, across = (pixels / self._side for pixels in shown.size)
             for row in rows[rows[:, CLASS] != NO_BOX].tolist():
                 left, top, right, bottom = row[0] * across, row[1] * down, row[2] * across, row[3] * down
-                number = int(row[CLASS])
+                category, name = self._categories[int(row[CLASS])]
                 found: dict[str, Any] = {
                     **({} if shown.user is None else {"user": shown.user}),
                     "image_id": shown.image,
-                    "category_id": number + 1,
-                    "category": self._classes[number],
+                    "category_id": category,
+                    "category": name,
                     "bbox": [round(v, 2) for v in (left, top, right - left, bottom - top)],
                     "score": round(row[SCORE], 5),
                 }

@@ -49,8 +49,7 @@ def masks(
         title: of the picture.
         path: of the file.
     """
-    palette = np.ones((256, 3))
-    palette[: len(names)] = _palette(len(names))
+    palette = mask_palette(len(names)) / 255
     found = {*np.unique(truth).tolist(), *np.unique(predicted).tolist()}
     rows = list(zip(images, palette[truth], palette[predicted]))
     figure, _ = _panels(rows, ("image", "mask", "predicted"))
@@ -92,6 +91,13 @@ def boxes(
                 )
                 shown.add(int(number))
     _finish(figure, palette, sorted(shown), names, title, path)
+
+
+def mask_palette(number: int) -> ByteArray:
+    """The colours of masks by class number, ``[256, 3]``; white beyond the classes, as for `VOID`."""
+    palette = np.full((256, 3), 255, np.uint8)
+    palette[:number] = (255 * _palette(number)).round()
+    return palette
 
 
 def _palette(number: int) -> FloatArray:

@@ -166,12 +166,12 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "photos" / "a").mkdir(parents=True)
     Image.new("RGB", (40, 24), "red").save(tmp_path / "photos" / "a" / "wide.jpg")
     assert run(main, [str(directory), "--images", str(tmp_path / "photos"), "--output", str(output)]) == 0
-    with Image.open(output / "a" / "wide.jpg.png") as mask:
+    with Image.open(output / "a" / "wide.png") as mask:
         assert mask.size == (40, 24), "as large as its photo"
     folders = [str(tmp_path / "photos" / "a"), str(tmp_path / "photos" / "b")]
     shutil.copytree(folders[0], folders[1])
     assert run(main, [str(directory), "--images", *folders, "--output", str(output)]) == 2
-    assert "would have one mask, wide.jpg.png: give one --output for each" in capsys.readouterr().err
+    assert "would have one mask, wide.png: give one --output for each" in capsys.readouterr().err
 
 
 def test_boxes(tmp_path: Path) -> None:
