@@ -31,6 +31,7 @@ from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
 from dataset.journal import free
 from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
+from dataset.store.annotations import BACKGROUND
 from dataset.store.images import Transcoding
 
 NOBODY_KNOWN = (
@@ -47,7 +48,8 @@ class AnnotatedSet:
         name: of its folder below ``dataset``.
         title: for the help.
         layout: of its lists and annotations.
-        licence: of images and annotations.
+        licence: of images and annotations of the data set itself.
+        classes: the names by which a folder is known to hold the data set; empty where its layout is its own.
         base: the address below which its archives are; empty where there are none to download.
         listing: the archives that hold lists and annotations.
         images: the archives that hold images; the same ones, it may be.
@@ -62,6 +64,7 @@ class AnnotatedSet:
     title: str
     layout: Layout
     licence: str
+    classes: frozenset[str] = frozenset()
     base: str = ""
     listing: tuple[Archive, ...] = ()
     images: tuple[Archive, ...] = ()
@@ -75,6 +78,11 @@ class AnnotatedSet:
     def archives(self) -> tuple[Archive, ...]:
         """The archives of annotations and images, each once."""
         return tuple(dict.fromkeys((*self.listing, *self.images)))
+
+    def licence_of(self, classes: Sequence[str]) -> str:
+        """The licence of a folder with these classes, which may hold anything else in the layout."""
+        is_own = not self.classes or {*classes} - {BACKGROUND} == self.classes
+        return self.licence if is_own else "the folder's own"
 
 
 def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argparse.Namespace:
@@ -106,8 +114,9 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
     )
     without_test = "test: the published val is the file's test, for a set whose test has no annotations"
     add("--val_as", choices=("val", "test"), default=spec.val_as, help=without_test)
+    add("--licence", metavar="TEXT", help="of the images, for the file (the data set's if SOURCE holds it)")
     add("--upright", action="store_true", help=f"{UPRIGHT}; for annotations of upright photos")
-    bad = "leave out and list images that are missing; these and damaged ones; or none"
+    bad = "leave out and list images that are missing; these, damaged ones and those not annotated; or none"
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
     arguments = parser.read(argv)
     if getattr(arguments, "annotation", "boxes") != "boxes":
@@ -134,6 +143,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         getattr(arguments, "first_pixel", 1),
         users.partitions if users else {},
         arguments.upright,
+        arguments.on_bad_image == "skip",
     )
     annotated = spec.layout.read(files, arguments.source, reading)
     owners, others, said = _owners(annotated, users, arguments.users)
@@ -144,7 +154,8 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     print(f"{len(table):,} images; {said}", file=sys.stderr)
     for key, count in annotated.repaired.items():
         print(f"{count:,} {key.replace('_', ' ')}", file=sys.stderr)
-    provenance: dict[str, Any] = {"source": arguments.source, "licence": spec.licence, "users": said}
+    licence = arguments.licence or spec.licence_of(annotated.classes)
+    provenance: dict[str, Any] = {"source": arguments.source, "licence": licence, "users": said}
     provenance |= {**annotated.notes, **annotated.repaired}
     options = Options(
         output,

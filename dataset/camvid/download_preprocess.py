@@ -3,7 +3,7 @@
     python -m dataset.camvid.download_preprocess --source DIR --output_file F
 
 `dataset.fetch.voc` describes the folder. With the masks of SegNet's tutorial there are 11 classes, and 255 is
-no class.
+no class. Another folder's licence is its own, unless ``--licence`` names it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,21 @@ CAMVID = AnnotatedSet(
     title="CamVid, or of any folder in PASCAL VOC's layout with a classes.txt",
     layout=VOC,
     licence="CamVid: for research; masks of SegNet's tutorial: CC BY-NC 4.0",
+    classes=frozenset(
+        (
+            "sky",
+            "building",
+            "pole",
+            "road",
+            "pavement",
+            "tree",
+            "sign",
+            "fence",
+            "car",
+            "pedestrian",
+            "bicyclist",
+        )
+    ),
 )
 
 main = partial(preprocess_annotated.main, {"camvid": CAMVID})

@@ -18,11 +18,24 @@ from dataset.fetch.coco import COCO
 from dataset.fetch.listed import Archive
 from dataset.preprocess_annotated import AnnotatedSet
 
+CLASSES = (
+    "person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, "
+    "stop sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear, zebra, "
+    "giraffe, backpack, umbrella, handbag, tie, suitcase, frisbee, skis, snowboard, sports ball, kite, "
+    "baseball bat, baseball glove, skateboard, surfboard, tennis racket, bottle, wine glass, cup, fork, "
+    "knife, spoon, bowl, banana, apple, sandwich, orange, broccoli, carrot, hot dog, pizza, donut, "
+    "cake, chair, couch, potted plant, bed, dining table, toilet, tv, laptop, mouse, remote, keyboard, "
+    "cell phone, microwave, oven, toaster, sink, refrigerator, book, clock, vase, scissors, teddy bear, "
+    "hair drier, toothbrush"
+)
+"""By which COCO is known."""
+
 COCO_2017 = AnnotatedSet(
     name="coco",
     title="COCO 2017, or of any folder in its layout",
     layout=COCO,
     licence="COCO: annotations CC BY 4.0, each image under its licence at Flickr",
+    classes=frozenset(CLASSES.split(", ")),
     base="http://images.cocodataset.org/",
     listing=(Archive("annotations/annotations_trainval2017.zip", "f4bbac642086de4f52a3fdda2de5fa2c"),),
     images=(

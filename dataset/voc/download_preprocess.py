@@ -14,7 +14,7 @@ from functools import partial
 from dataset import preprocess_annotated
 from dataset.cli import run
 from dataset.fetch.listed import Archive
-from dataset.fetch.voc import VOC
+from dataset.fetch.voc import CLASSES, VOC
 from dataset.preprocess_annotated import AnnotatedSet
 
 LICENCE = "PASCAL VOC: images of Flickr under its terms, for research"
@@ -29,6 +29,7 @@ SUBSETS = {
         title="PASCAL VOC, or of any folder in its layout",
         layout=VOC,
         licence=LICENCE,
+        classes=frozenset(CLASSES),
         base="https://thor.robots.ox.ac.uk/pascal/VOC/",
         listing=archives,
         images=archives,
