@@ -229,7 +229,9 @@ def _with_annotations(table: pa.Table, found: list[Checked], options: Options) -
             if image.fault is not None:
                 continue
             size = image.height, image.width
-            if kind == "mask":
+            if value is None:
+                fault: str | None = "it has no annotation"
+            elif kind == "mask":
                 fault = fault_of_mask(value, size, num_classes)
             else:
                 fault = fault_of_boxes(np.array([box["corners"] for box in value]), size)

@@ -105,6 +105,7 @@ class Reading:
         first_pixel: the number of an image's first pixel in its boxes, 1 or 0, if the layout leaves it open.
         splits: the splits of the images by id, if the layout's own files do not have them.
         upright: whether images are stored turned by their EXIF orientation.
+        skip: whether images without an annotation are left out; their records then have None as such.
     """
 
     form: Form
@@ -112,6 +113,7 @@ class Reading:
     first_pixel: int = 1
     splits: Mapping[str, str] = field(default_factory=dict)
     upright: bool = False
+    skip: bool = False
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,12 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
     for image, split in split_of.items():
         annotation: Any = files.get(f"SegmentationClass/{image}")
         document = files.get(f"Annotations/{image}")
-        if (annotation if form == "mask" else document) is None:
+        if (annotation if form == "mask" else document) is None and not reading.skip:
             place = "SegmentationClass/*.png" if form == "mask" else "Annotations/*.xml"
-            raise ValueError(f"{origin}: image {image} of {split} has no annotation in {place}")
+            raise ValueError(
+                f"{origin}: image {image} of {split} has no annotation in {place}; leave such images out "
+                "with --on_bad_image skip"
+            )
         if document is not None:
             where = f"{origin}: Annotations/{image}.xml"
             root = parse_xml(document, where)
