@@ -239,6 +239,8 @@ def _train(
                 f"dropout of {config.model.arch} is left out (layers: {left_out}); --model.dropout true "
                 "keeps it"
             )
+        if config.mode == "federated" and (warning := experiment.warning()):
+            print(warning, file=sys.stderr)
     inputs = inputs_of(experiment, module, data_path)
     files.begin()
     inputs = inputs.standardised(experiment, module, files)

@@ -159,6 +159,10 @@ class Experiment(ABC, Generic[C]):
         """Whom a private run's guarantee is about: the data's users, or the clients of a drawn partition."""
         return USERS
 
+    def warning(self) -> str | None:
+        """What is odd about the clients, for the screen at the start of federated training; None: nothing."""
+        return None
+
     def check(self) -> None:
         """Refuse what would fail after training, before anything is written."""
 

@@ -24,6 +24,8 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.arrays import Float32Array, IntArray
 from dataset.files import write_json
 from dataset.flair.mini import VERSION, MiniSpec
+from dataset.partitions.drawn import deals_any, read_name
+from dataset.partitions.of_file import alike
 from dataset.store.annotated_view import AnnotatedView
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
@@ -85,6 +87,13 @@ class OfAnnotatedImages(Experiment[C]):
     def description(self) -> str:
         """Classes and partition."""
         return f"{len(self.view.label_names)} classes, partition {self.view.partition or 'of the file'}"
+
+    def warning(self) -> str | None:
+        """Where a partition by class deals sizes only."""
+        recipe = read_name(self.view.partition or "")
+        if recipe is None or deals_any(recipe.kind):
+            return None
+        return alike(self.file, self.view.taxonomy)
 
     def split(self, name: str) -> ImageStore:
         """Images with their annotations."""

@@ -20,7 +20,15 @@ from pathlib import Path
 from dataset.cli import OneLineParser, input_file, output_file, output_folder, run
 from dataset.files import write_json
 from dataset.partitions.drawn import Recipe, parse_kinds, read_name, written_kinds
-from dataset.partitions.of_file import default_taxonomy, drawn_of, read_csv, write_with
+from dataset.partitions.of_file import (
+    LOWEST,
+    alike,
+    default_taxonomy,
+    drawn_of,
+    is_lowest,
+    read_csv,
+    write_with,
+)
 from dataset.partitions.statistics import MEANING, as_text, measure
 from dataset.store import probe
 from dataset.store.hdf5 import DataFile
@@ -83,6 +91,10 @@ def main(argv: Sequence[str]) -> None:
             new[arguments.csv.stem] = read_csv(file, input_file("--csv", arguments.csv))
         measured = measure(file, taxonomy, new)
         print(as_text([statistics for statistics, _ in measured]))
+        if is_lowest(file, taxonomy):
+            print(LOWEST)
+        if warning := alike(file, taxonomy):
+            print(warning, file=sys.stderr)
         if arguments.output_dir is not None:
             from dataset.partitions.figures import draw  # matplotlib takes a second
 

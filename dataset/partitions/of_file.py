@@ -25,6 +25,11 @@ from dataset.store.writer import put_partitions
 COPIED = 1 << 26
 """Number of bytes that are copied at once."""
 
+MOST_ALIKE = 0.95
+"""From this share of images of one class on, clients that are dealt by class differ in size alone."""
+LOWEST = "the class of an image with a mask or boxes is the lowest that it contains; background is none"
+"""The rule of `drawn_of` in words."""
+
 
 def default_taxonomy(file: DataFile) -> str:
     """The annotation that is used if none is named: ``labels``, or else the file's first."""
@@ -58,6 +63,28 @@ def drawn_of(
     ids = [index.image_ids[row] for row in rows.tolist()]
     dealt = recipe.draw(classes, Images(present.take(rows), ids, users))
     return replace(dealt, rows=rows[dealt.rows])
+
+
+def is_lowest(file: DataFile, taxonomy: str) -> bool:
+    """Whether `LOWEST` is the rule by which training images have a class in an annotation."""
+    return PARTITIONED in file.splits and not isinstance(
+        file.split(PARTITIONED).annotations[taxonomy], LabelMatrix
+    )
+
+
+def alike(file: DataFile, taxonomy: str) -> str | None:
+    """A warning where by `LOWEST` nearly all training images have one class, so that dealing by class means
+    nothing; else None."""
+    if not is_lowest(file, taxonomy):
+        return None
+    counts = np.bincount(file.present(PARTITIONED, taxonomy).lowest().indices, minlength=1)
+    if not counts.any() or counts.max() < MOST_ALIKE * counts.sum():
+        return None
+    name = [*file.label_mapping(taxonomy)][counts.argmax()]
+    return (
+        f"warning: {100 * counts.max() / counts.sum():.0f} % of the training images count as {name}, since "
+        f"{LOWEST}. A partition by class, such as lda, deals sizes only"
+    )
 
 
 def read_csv(file: DataFile, path: Path) -> PartitionIndex:

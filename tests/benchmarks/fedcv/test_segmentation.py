@@ -19,6 +19,7 @@ from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
 from benchmarks.flair.config import FLAIR
 from dataset.flair.mini import draw_images, write_mini
 from dataset.flair.mini_outlines import CLASSES, masked_index, write_masked
+from dataset.partitions import of_file
 from dataset.store.annotations import Masks
 from dataset.store.hdf5 import DataFile
 from dataset.store.mask_view import MaskView
@@ -149,6 +150,24 @@ def test_a_mean_over_users_counts_those_with_a_score() -> None:
         "mean of 3 test users": {"pixel accuracy": 60.0},
     }
     assert experiment.rows(found).keys() == rows.keys() - {"mean of 2 test users", "mean of 3 test users"}
+
+
+@pytest.mark.parametrize(
+    "partition, warned", [("shards-2-clients-3-seed-0", True), ("iid-clients-3-seed-0", False)]
+)
+def test_a_partition_by_class_of_images_of_one_class_is_warned_of(
+    partition: str,
+    warned: bool,
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Here the images have several classes, of which one is the commonest."""
+    train(f"--data.partition={partition}", "--federated.num_rounds=1", name="several")
+    assert "warning" not in capsys.readouterr().err
+    monkeypatch.setattr(of_file, "MOST_ALIKE", 0.1)
+    train(f"--data.partition={partition}", "--federated.num_rounds=1")
+    assert ("A partition by class, such as lda, deals sizes only" in capsys.readouterr().err) == warned
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:

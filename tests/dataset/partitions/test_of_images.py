@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from dataset.cli import run
 from dataset.partitions import figures
 from dataset.partitions.__main__ import main
 from dataset.partitions.drawn import Images, Recipe, read_name
-from dataset.partitions.of_file import default_taxonomy, drawn_of
+from dataset.partitions.of_file import LOWEST, default_taxonomy, drawn_of
 from dataset.partitions.statistics import distances, mean_emd, measure
 from dataset.preprocess import Options, preprocess
 from dataset.store.annotations import BACKGROUND, VOID, LabelMatrix, OneClass
@@ -165,9 +165,20 @@ CONTENT = [[1, 3], [2, 3], [3], [], [1], [2], [3, 2], [1, 2, 3], [3], [2], [], [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with masks and boxes of the same contents; one user has the split test."""
-    folder = tmp_path_factory.mktemp("images")
+    return made_file(tmp_path_factory.mktemp("images"), CONTENT)
+
+
+@pytest.fixture(scope="module")
+def file_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of which 38 of 40 images contain the first class, and most another, too; one image has none."""
+    contents = [[1, 3], [1]] * 19 + [[2], [3], []]
+    return made_file(tmp_path_factory.mktemp("alike"), contents)
+
+
+def made_file(folder: Path, contents: Sequence[Sequence[int]]) -> Path:
+    """A file with masks and boxes of these contents; image k is of user k mod 3."""
     records = []
-    for number, content in enumerate(CONTENT):
+    for number, content in enumerate(contents):
         mask = np.zeros((SIDE, SIDE), np.uint8)
         for row, k in enumerate(content):
             mask[row] = k
@@ -239,6 +250,22 @@ def test_the_command_takes_the_files_own_annotation(
         assert f"  {name}: {counts[k]}\n" in said
     assert run(main, [*words[:3], "--taxonomy=labels"]) == 2
     assert "'labels' is not an annotation of" in capsys.readouterr().err
+
+
+def test_the_command_says_what_an_images_class_is_and_where_nearly_all_have_one(
+    path: Path, file_of_one: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--partition=lda=0.5", "--clients=2"]
+    for annotation in ("mask", "objects"):
+        assert run(main, [str(path), *words, f"--taxonomy={annotation}"]) == 0
+        said = capsys.readouterr()
+        assert LOWEST in said.out
+        assert "warning" not in said.err
+        assert run(main, [str(file_of_one), *words, f"--taxonomy={annotation}"]) == 0
+        said = capsys.readouterr()
+        assert LOWEST in said.out
+        (line,) = [line for line in said.err.splitlines() if line.startswith("warning: ")]
+        assert f"95 % of the training images count as {CLASSES[1]}, since {LOWEST}. A partition" in line
 
 
 def test_training_on_classes_refuses_masks_and_boxes(file: DataFile) -> None:
