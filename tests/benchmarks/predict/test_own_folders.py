@@ -106,7 +106,7 @@ def test_masks_are_of_the_photos_size_and_show_their_classes(tmp_path: Path) -> 
         with Image.open(output / user / f"{name}.png") as picture:
             assert picture.mode == "P"
             assert picture.size == (WIDTH, HEIGHT)
-            found, colours = np.asarray(picture), np.reshape(picture.getpalette(), (256, 3))
+            found, colours = np.asarray(picture), np.array(picture.getpalette()).reshape(256, 3)
         rows, columns = (np.arange(n) * 2 + 1 for n in (HEIGHT, WIDTH))
         side = len(mask)
         nearest = mask[(rows * side // (2 * HEIGHT))[:, None], columns * side // (2 * WIDTH)]
