@@ -36,6 +36,7 @@ OWN_MODULES = ("net_to_predict", "constants_to_predict", "other_to_predict")
 @pytest.fixture
 def ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a network, and with what it imports."""
+    NETWORKS.names()  # else those found in this test would be forgotten after it
     monkeypatch.setattr(NETWORKS, "_things", dict(NETWORKS._things))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "net_to_predict.py").write_text(NETWORK)
