@@ -83,8 +83,8 @@ class Group:
 
     @property
     def images_key(self) -> tuple[object, ...]:
-        """What says which images the runs learn from, and at which size: the data, the sizes of its images
-        and of the network's, and which of a user's images are held out from its training.
+        """What says which images the runs learn from, and at which size: the data and their partition, the
+        sizes of images and of the network's input, and which of a user's images are held out from training.
 
         The group has a run that has ended.
         """
@@ -92,7 +92,8 @@ class Group:
         split_seed = self.keys.get("federated.options.split_seed") if held_out else None
         val_share = self.keys.get("data.val_share") if self.keys.get("data.scored") == "val" else None
         sizes = tuple(map(self.keys.get, SIZES))
-        return self.finished[0].data_key, *sizes, held_out, split_seed, val_share
+        dealt = self.keys.get("data.partition")
+        return self.finished[0].data_key, *sizes, dealt, held_out, split_seed, val_share
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
 
 BOLD = (
-    "Bold: the best mean of those with the same data, image sizes, images held out from training, and number "
-    "of seeds."
+    "Bold: the best mean of those with the same data, partition, image sizes, images held out from training, "
+    "and number of seeds."
 )
 WORST = ("worst decile", "worst decile ends")
 """The names of measures of the worst tenth of the users: its mean, and the score at which it ends."""

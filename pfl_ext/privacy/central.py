@@ -120,7 +120,7 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         self._bound = bound
         self.rounds_done = 0  # rounds whose noisy mean was released
         self.greatest_ratio = math.nan
-        """Of the last round: C over the expected norm of the noise on the mean, which no mean can surpass."""
+        """C over the expected norm of the noise on the mean in the last round, which no mean can surpass."""
 
     @property
     def clipping_bound(self) -> float:

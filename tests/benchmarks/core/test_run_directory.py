@@ -113,7 +113,7 @@ def test_the_config_of_a_run_with_another_data_set_brings_no_file(
 def test_no_scale_is_laid_over_the_config_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one that was killed: it names no file, and is known by its fingerprint."""
+    """One that was killed names no file, which is known by its fingerprint."""
     monkeypatch.chdir(tmp_path)
     config = Flair.benchmark.parse(["--config", "fl-r-17", "--federated.cohort_size=7"]).config
     write_bytes(tmp_path / "run" / "config.yaml", yaml.safe_dump(config_tree(config)).encode())
