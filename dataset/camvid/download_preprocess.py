@@ -16,26 +16,15 @@ from dataset.cli import run
 from dataset.fetch.voc import VOC
 from dataset.preprocess_annotated import AnnotatedSet
 
+CLASSES = "sky, building, pole, road, pavement, tree, sign, fence, car, pedestrian, bicyclist"
+"""By which CamVid is known."""
+
 CAMVID = AnnotatedSet(
     name="camvid",
     title="CamVid, or of any folder in PASCAL VOC's layout with a classes.txt",
     layout=VOC,
     licence="CamVid: for research; masks of SegNet's tutorial: CC BY-NC 4.0",
-    classes=frozenset(
-        (
-            "sky",
-            "building",
-            "pole",
-            "road",
-            "pavement",
-            "tree",
-            "sign",
-            "fence",
-            "car",
-            "pedestrian",
-            "bicyclist",
-        )
-    ),
+    classes=frozenset(CLASSES.split(", ")),
 )
 
 main = partial(preprocess_annotated.main, {"camvid": CAMVID})

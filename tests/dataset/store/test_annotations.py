@@ -225,7 +225,7 @@ def test_one_class_is_stored_once(path: Path) -> None:
         ({"mask": b"no picture"}, "its mask cannot be used"),
         ({"mask": png(np.zeros((12, 20), np.uint8))[:-30]}, "its mask cannot be used"),
         ({"mask": grey_of_4_bits(12, 20)}, "it is grey of 4 bits: it needs 8, or a palette"),
-        ({"mask": None}, "its mask cannot be used"),
+        ({"mask": None}, "it has no annotation"),
         ({"mask": png(np.zeros((12, 20, 3), np.uint8))}, "its mask cannot be used (its mode is RGB"),
         ({"objects": [{"name": "cup", "corners": [0, 0, 21, 5]}]}, "its box (0, 0, 21, 5) is empty or not"),
         ({"objects": [{"name": "cup", "corners": [3, 0, 3, 5]}]}, "its box (3, 0, 3, 5) is empty or not"),
