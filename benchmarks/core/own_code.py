@@ -71,7 +71,7 @@ def _things(config: TrainingConfig) -> Iterator[tuple[str, Any]]:
         yield _of(section.registry, section.name)
     recipe = read_name(name_for(getattr(config.data, "partition", None) or "", config.seed))
     if recipe is not None:
-        yield registered_by[recipe.kind], drawers()[recipe.kind]
+        yield registered_by.get(recipe.kind, ""), drawers()[recipe.kind]
 
 
 def _of(registry: Registry[Any], name: str) -> tuple[str, Any]:
