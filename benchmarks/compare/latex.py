@@ -113,7 +113,8 @@ def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, l
     columns = [Column("class", ["$n$", *map(escaped, names)])]
     for group, cells in zip(groups, zip(*rows)):
         columns.append(Column(_written(comparison, group.label), [str(len(group.finished)), *cells]))
-    said = [escaped(f"{section} (%)."), "Mean $\\pm$ standard deviation over $n$ seeds."]
+    title = section[0].upper() + section[1:]
+    said = [escaped(f"{title} (%)."), "Mean $\\pm$ standard deviation over $n$ seeds."]
     return booktabs(columns, [*said, *_marks_in_words(groups, columns)], label)
 
 
