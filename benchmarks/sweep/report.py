@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -113,20 +112,16 @@ def best_row(rows: Sequence[Row], metric: Metric) -> Row | None:
     """
     sign = -1 if metric.goal == "maximize" else 1
     points: dict[tuple[str, ...], list[Row]] = {}
+    fell = set[tuple[str, ...]]()
     for row in rows:
-        if row.status in ("finished", "diverged"):
-            points.setdefault(tuple(_cells(row, [name for name in row.point if name != "seed"])), []).append(
-                row
-            )
-
-    def rank(found: Sequence[Row]) -> tuple[bool, float]:
-        scores = [row.score for row in found if row.status == "finished" and row.score is not None]
-        fell = any(row.status == "diverged" for row in found)
-        return fell, sign * statistics.fmean(scores) if scores else math.inf
-
-    order = sorted(points.values(), key=rank)
-    finished = (row for found in order for row in found if row.status == "finished" and row.score is not None)
-    return next(finished, None)
+        point = tuple(_cells(row, [name for name in row.point if name != "seed"]))
+        if row.status == "diverged":
+            fell.add(point)
+        elif row.status == "finished" and row.score is not None:
+            points.setdefault(point, []).append(row)
+    means = {point: sign * statistics.fmean(r.score or 0.0 for r in found) for point, found in points.items()}
+    best = min(means, key=lambda point: (point in fell, means[point]), default=None)
+    return None if best is None else points[best][0]
 
 
 def _mean_and_std(values: Sequence[float | None], form: str) -> tuple[str, str]:

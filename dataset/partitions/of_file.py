@@ -82,7 +82,7 @@ def alike(file: DataFile, taxonomy: str) -> str | None:
         return None
     name = [*file.label_mapping(taxonomy)][counts.argmax()]
     return (
-        f"warning: {100 * counts.max() / counts.sum():.0f} % of the training images count as {name}, since "
+        f"WARNING: {100 * counts.max() / counts.sum():.0f} % of the training images count as {name}, since "
         f"{LOWEST}. A partition by class, such as lda, deals sizes only"
     )
 

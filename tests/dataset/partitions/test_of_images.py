@@ -264,7 +264,7 @@ def test_the_command_says_what_an_images_class_is_and_where_nearly_all_have_one(
         assert run(main, [str(file_of_one), *words, f"--taxonomy={annotation}"]) == 0
         said = capsys.readouterr()
         assert LOWEST in said.out
-        (line,) = [line for line in said.err.splitlines() if line.startswith("warning: ")]
+        (line,) = [line for line in said.err.splitlines() if line.startswith("WARNING: ")]
         assert f"95 % of the training images count as {CLASSES[1]}, since {LOWEST}. A partition" in line
 
 
