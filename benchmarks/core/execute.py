@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
+from torch import nn
 
 from benchmarks.core.centralised import train_centralised
 from benchmarks.core.code_version import commit

@@ -129,8 +129,8 @@ def check_origin(config: TrainingConfig, weights: Path | None) -> None:
     grouped = not model.has_fixed_statistics or outputs_of(model.arch) == "pixels"  # as new decoders are
     if grouped and source.groups not in (None, model.groups):
         raise ValueError(
-            f"model.groups is {model.groups}, and the weights of {model.arch} were trained with other groups: "
-            f"set it to {source.groups}"
+            f"model.groups is {model.groups}, and the weights of {model.arch} were trained with other "
+            f"groups: set it to {source.groups}"
         )
 
 

@@ -71,8 +71,8 @@ TABLE: Mapping[str, Rule] = {
     "mode": only("centralised training has no user updates to clip", "federated"),
     "seed": Rule("decides initialisation, crops and the order of images; with noise_seed=entropy no noise"),
     **each(OF_THE_DATA, "data", "image_size"),
-    **each(OF_THE_NETWORK, "model", "arch input_size norm groups bottleneck init cells cell_channels parties"),
-    **each(OF_THE_NETWORK, "model", "trained last_blocks lora_rank lora_alpha"),
+    **each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck init cells cell_channels parties"),
+    **each(OF_THE_NETWORK, "model", "norm trained last_blocks lora_rank lora_alpha"),
     **each(
         "drawn from the seed before training, and looks at no training image",
         "model",

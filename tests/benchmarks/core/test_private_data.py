@@ -61,7 +61,7 @@ def test_users_of_two_splits_are_not_protected(
 def test_weights_that_learnt_from_the_same_images_are_refused(
     mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where another run lies between; what a private run learnt is in its own budget, not in this one."""
+    """Also where another run lies between."""
     write_mini(other := tmp_path / "other.hdf5", replace(TINY, train_users=9))
     begin = ("--model.pretrained=true", "--federated.num_rounds=1", "--model.keep_head=true")
     one_round = ("--federated.num_rounds=1", "--federated.cohort_size=2")

@@ -149,7 +149,8 @@ def test_what_is_said_of_a_resnet_from_scratch_can_be_typed(
     first = train(*words, "--federated.num_rounds=1", "--runtime.keep_checkpoints=false")
     train(*words, "--federated.num_rounds=4", code=2)
     said = re.search(r"--run_dir; (--.*) lets a new run begin with its model", error_line(capsys))
-    assert said is not None and "--model.norm group" in said[1]
+    assert said is not None
+    assert "--model.norm group" in said[1]
     again = (*words[:-2], *said[1].split(), "--local.max_images=1", "--federated.num_rounds=1")
     train(*again, name="more", code=2)
     assert "model.groups is 32, and the weights of resnet18 were trained with other groups: set it to 4" in (
