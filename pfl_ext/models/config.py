@@ -33,7 +33,7 @@ class ModelConfig:
     pretrained: bool = False
     """Whether training begins with given weights: ImageNet's, or those of a file; false: from scratch."""
     norm: Norm = "auto"
-    """What replaces BatchNorm; auto: itself with fixed statistics if pretrained, otherwise group: GroupNorm."""
+    """What BatchNorm becomes; group: GroupNorm; auto: fixed statistics if pretrained, GroupNorm if not."""
     keep_head: bool = False
     """Whether the last layer of the weights file is used too; false: it is a new one."""
     groups: PositiveInt = 32
