@@ -38,8 +38,8 @@ class Difference:
     p_holm: float = math.nan
     """Two-sided p where all comparisons of the table are taken together (Holm 1979)."""
     p_paired: float = math.nan
-    """Two-sided p of the differences between runs of one seed; NaN where the groups have other seeds, or where
-    all these differences are equal."""
+    """Two-sided p of the differences between runs of one seed; NaN where the groups have other seeds, or
+    where all these differences are equal."""
 
 
 def welch(first: str, ours: Sequence[float], second: str, theirs: Sequence[float]) -> Difference:
