@@ -8,8 +8,8 @@
     model(images)        # uint8 [N, S, S, 3], N at least 1
 
 The file is a program of torch.export. Its input is a batch of images as the run read them: RGB, squashed to
-S x S pixels. The program crops and normalises them as in testing. It returns probabilities [N, K] of labels or
-classes, or the class of each pixel, [N, side, side]: what `benchmarks.predict.Trained.predict` returns.
+S x S pixels. The program crops and normalises them as in testing. It returns probabilities [N, K] of labels
+or classes, or the class of each pixel, [N, side, side]: what `benchmarks.predict.Trained.predict` returns.
 about.json holds S, the K classes, the kind of output, the run's setting and the SHA-256 of its model. Boxes
 cannot be exported, as their number depends on the image.
 """
