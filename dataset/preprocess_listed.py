@@ -6,7 +6,6 @@ import argparse
 import csv
 import dataclasses
 import io
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,16 @@ import pyarrow as pa
 
 from dataset.cli import input_file, is_address
 from dataset.fetch.archives import ArchiveSource
-from dataset.fetch.listed import ListedSet, Lists, fetch_lists, image_files, largest, read_lists, remote_shard
+from dataset.fetch.listed import (
+    SPLITS,
+    ListedSet,
+    Lists,
+    fetch_lists,
+    image_files,
+    largest,
+    read_lists,
+    remote_shard,
+)
 from dataset.fetch.source import Shard, delete_downloads, digest_of
 from dataset.files import write_bytes
 from dataset.partitions.assignments import NOBODY, deal, partition_of
@@ -135,8 +143,8 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         shards = [remote_shard(archive, place, folder, wanted) for archive in spec.archives]
 
         def discard() -> None:
-            shutil.rmtree(folder / "splits", ignore_errors=True)
-            delete_downloads(folder, [shard.name for shard in shards])
+            lists = [f"{SPLITS}/{part.path}" for part in spec.splits]
+            delete_downloads(folder, [*lists, *(shard.name for shard in shards)])
 
         need = 0
         if not all((folder / shard.name).is_file() for shard in shards):

@@ -34,6 +34,8 @@ from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.pages import Html, join, section, tag
 
+WRITTEN = ".compare"
+"""The file with the names of the files that a comparison wrote: the next one removes those that it does not."""
 EXPLANATION = (
     "Numbers are means over the finished runs of a group, ± their standard deviation (n − 1) where there are "
     "several. Scores are in percent. Runs of one group differ by their seed alone: config, data and first "
@@ -158,6 +160,7 @@ def main(argv: Sequence[str]) -> None:
     if options.names is not None:
         comparison, crossing = _named(comparison, crossing, options.names)
     found = charts.charts(comparison)
+    replaced = _of_an_earlier_one(folder)
     written = [folder / "compare.html", folder / "compare.csv", folder / "table.tex"]
     pages.write(written[0], _page(comparison, found, options.target, crossing))
     write_bytes(written[1], tables.csv(comparison).encode())
@@ -166,22 +169,32 @@ def main(argv: Sequence[str]) -> None:
     if classes := latex_classes(comparison, command):
         written.append(folder / "classes.tex")
         write_bytes(written[-1], classes.encode())
-    else:
-        (folder / "classes.tex").unlink(missing_ok=True)  # of another comparison
     if crossing is not None:
         written.append(folder / "crossed.tex")
         write_bytes(written[-1], latex_crossed(comparison, crossing, command).encode())
     if found:
         labels = [group.label for group in comparison.groups]
         charts.png(found, labels, folder / "compare.png")
-        fresh = {path for chart in found for path in charts.single(chart, labels, folder / "charts")}
-        kinds = ("png", "svg", "pdf")
-        for old in {path for kind in kinds for path in (folder / "charts").glob(f"*.{kind}")} - fresh:
-            old.unlink()  # of another comparison
-        written += [folder / "compare.png", folder / "charts"]
+        single = [path for chart in found for path in charts.single(chart, labels, folder / "charts")]
+        written += [folder / "compare.png", *single]
+    names = sorted(path.relative_to(folder).as_posix() for path in written)
+    for old in replaced - {*names}:
+        (folder / old).unlink()
+    write_bytes(folder / WRITTEN, "\n".join(names).encode())
     for line in comparison.left_out:
         print(f"left out: {pages.clean(line)}")
-    print(f"written: {', '.join(map(str, written))}")
+    top = [path for path in written if path.parent == folder]
+    print(f"written: {', '.join(map(str, [*top, *([folder / 'charts'] if found else [])]))}")
+
+
+def _of_an_earlier_one(folder: Path) -> set[str]:
+    """The files that an earlier comparison wrote into a folder; the user's own files are none of them."""
+    try:
+        names = (folder / WRITTEN).read_text().splitlines()
+    except (OSError, ValueError):
+        return set()
+    near = {name for name in names if Path(name).parent in (Path(), Path("charts"))}
+    return {name for name in near if (folder / name).is_file()}
 
 
 if __name__ == "__main__":

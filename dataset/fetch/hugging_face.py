@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +74,11 @@ def _named(failure: str, remedy: str) -> Iterator[None]:
 
 
 def discard(folder: Path, shards: Sequence[Shard]) -> None:
-    """Delete what was downloaded."""
-    shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # huggingface_hub's own notes
-    delete_downloads(folder, [*(shard.name for shard in shards), ".cache/huggingface"])
+    """Delete what was downloaded and huggingface_hub's notes about it: nothing else, as the user's own cache
+    may be in the same place."""
+    names, notes = [shard.name for shard in shards], ".cache/huggingface"
+    about = [f"{notes}/download/{name}{suffix}" for name in names for suffix in (".metadata", ".lock")]
+    delete_downloads(folder, [*names, *about])
+    marks = {f"{notes}/{name}" for name in (".gitignore", ".gitignore.lock", "CACHEDIR.TAG")}
+    if {f"{notes}/{path.name}" for path in (folder / notes).glob("*")} <= marks:
+        delete_downloads(folder, sorted(marks))

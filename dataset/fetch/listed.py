@@ -39,6 +39,8 @@ from dataset.store.columns import schema
 
 OWNERS = {"train": "no-author", "test": "all-test"}
 """The owner of an image whose author is not known."""
+SPLITS = "splits"
+"""Name of the folder of a download folder into which the CSVs are downloaded."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def read_lists(place: Path) -> Lists:
 
 def fetch_lists(spec: ListedSet, base: str, folder: Path) -> Path:
     """Download the CSVs, or the zip archive of them, and check them; returns where they are."""
-    place = folder / "splits"
+    place = folder / SPLITS
     for part in spec.splits:
         fetch_checked(below(base, part.path), place / part.path, "md5", part.md5)
     zipped = [place / part.path for part in spec.splits if part.path.endswith(".zip")]

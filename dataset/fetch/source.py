@@ -111,7 +111,8 @@ def delete_downloads(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         for path in (folder / name, folder / f"{name}.checked"):
             path.unlink(missing_ok=True)
-    for parent in dict.fromkeys([*((folder / name).parent for name in names), folder]):
+    above = {parent for name in names for parent in (folder / name).parents if parent.is_relative_to(folder)}
+    for parent in sorted({folder, *above}, key=lambda path: len(path.parts), reverse=True):
         with contextlib.suppress(OSError):  # it is not empty
             parent.rmdir()
 

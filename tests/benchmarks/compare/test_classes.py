@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import tables
-from benchmarks.compare.__main__ import main
+from benchmarks.compare.__main__ import WRITTEN, main
 from benchmarks.compare.latex import latex_classes
 from benchmarks.compare.reading import compare
 from tests.benchmarks.compare.test_latex import rows_of
@@ -64,10 +64,27 @@ def test_a_class_that_is_not_on_test_has_no_score(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "is_written"), [(40, True), (41, False)])
 def test_a_table_of_many_classes_is_not_written(number: int, is_written: bool, tmp_path: Path) -> None:
-    """And one of an earlier comparison does not stay beside the new tables."""
+    """Files of an earlier comparison do not stay beside the new tables; those that others wrote do."""
+    own = [tmp_path / "out" / "charts" / "photo.png", tmp_path / "out" / "charts" / "architecture.pdf"]
+    own[0].parent.mkdir(parents=True)
+    for path in own:
+        path.write_text("own")
+    make_run(tmp_path / "before", per_class_ap={"a": 1.0, "b": 2.0})
+    main([str(tmp_path / "before"), f"--output_dir={tmp_path / 'out'}", "--columns=local.learning_rate"])
+    assert (tmp_path / "out" / "classes.tex").exists()
+    assert (tmp_path / "out" / "crossed.tex").exists()
     make_run(tmp_path / "run", per_class_ap={f"class {place}": 1.0 for place in range(number)})
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "classes.tex").write_text("old")
     main([str(tmp_path / "run"), f"--output_dir={tmp_path / 'out'}"])
     assert (tmp_path / "out" / "classes.tex").exists() == is_written
+    assert not (tmp_path / "out" / "crossed.tex").exists()
     assert (tmp_path / "out" / "compare.csv").read_text().count(SECTION) == number
+    assert [path.read_text() for path in own] == ["own", "own"]
+
+
+def test_an_edited_list_of_files_deletes_nothing_elsewhere(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    (tmp_path / "mine").write_text("own")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / WRITTEN).write_text("../mine\ncharts/../../mine\n" + str(tmp_path / "mine"))
+    main([str(tmp_path / "run"), f"--output_dir={tmp_path / 'out'}"])
+    assert (tmp_path / "mine").read_text() == "own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub._local_folder import get_local_download_paths
 
 from dataset.fetch import http, hugging_face
 from dataset.flair import sources
@@ -59,7 +61,8 @@ class Hub:
         self.downloads.append((path, revision))
         target = local_dir / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        (local_dir / ".cache" / "huggingface").mkdir(parents=True, exist_ok=True)
+        notes = get_local_download_paths(local_dir, path)  # huggingface_hub's own places for its notes
+        notes.metadata_path.write_text("etag")
         content = bytearray((self.root / path).read_bytes())
         if self.damage:
             content[100] ^= 1
@@ -87,6 +90,17 @@ def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: P
     assert again.download_bytes == 0
     assert found_in(again) == expected(records(30))
     assert len(hub.downloads) == 3
+    own = [
+        tmp_path / "down" / ".cache" / "huggingface" / name for name in ("token", "hub/models--a/config.json")
+    ]
+    for path in own:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("own")
+    again.discard()
+    assert [path.read_text() for path in own] == ["own", "own"], "the cache of a user whose home this is"
+    assert not (tmp_path / "down" / "data").exists()
+    own[0].unlink()
+    shutil.rmtree(own[1].parents[1])
     again.discard()
     assert not (tmp_path / "down").exists()
 

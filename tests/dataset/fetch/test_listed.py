@@ -93,6 +93,17 @@ def test_landmarks_from_their_server_leave_only_what_is_listed(
     assert [fetched.count(f"/{one.path}") for one in spec.archives] == [1, 1, 1]  # though each is read twice
 
 
+def test_a_download_folder_keeps_what_was_in_it(tmp_path: Path, server: FaultyServer) -> None:
+    spec = served(LANDMARKS["23k"], server.root, server.url, landmark_csvs())
+    own = tmp_path / "data" / "splits" / "mine.csv"
+    own.parent.mkdir(parents=True)
+    own.write_text("own")
+    assert make(spec, tmp_path / "data" / "f.hdf5", f"--download_folder={tmp_path / 'data'}") == 0
+    assert own.read_text() == "own"
+    found = [path.relative_to(tmp_path / "data").as_posix() for path in (tmp_path / "data").rglob("*")]
+    assert sorted(found) == ["f.hdf5", "splits", "splits/mine.csv"]
+
+
 @pytest.mark.parametrize("google", [False, True])
 def test_inaturalist_has_all_its_partitions_beside_the_authors(
     tmp_path: Path, server: FaultyServer, google: bool
