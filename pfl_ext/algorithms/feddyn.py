@@ -63,7 +63,7 @@ class FedDynOptions:
     alpha: PositiveFloat = 0.01
     """Weight of the term that holds a user near the server's model; the authors' is 0.1 to 0.001."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for the h_i, each of the size of a model, of all users that have taken part."""
+    """Most disk space, in GB, for the h_i, each as large as a model, of all users that have taken part."""
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,11 @@ class MoonOptions(KeptOptions):
     """The term's weight and temperature."""
 
     mu: NonNegativeFloat = 1.0
-    """Weight of the term; the authors try 0.1, 1, 5 and 10, and take 5 for CIFAR-10 and 1 for CIFAR-100."""
+    """Weight of MOON's term; the authors try 0.1, 1, 5 and 10, and take 5 for CIFAR-10, 1 for CIFAR-100."""
     temperature: PositiveFloat = 0.5
     """Tau, by which cosines are divided; the authors'."""
     held_out: Fraction = 0.0
-    """Share of each user's images that is kept from its training, to score it; 0: no user is scored."""
+    """Share of each user's images that is held out from training, to score it; 0: no user is scored."""
 
 
 @register("moon")
