@@ -2,7 +2,7 @@
 had before (Li, He and Song 2021, "Model-Contrastive Federated Learning", arXiv 2103.16257, Algorithm 1).
 
 With z(w; x) the input of the network's last layer for an image x, w_t the server's model as the user received
-it and v_i the model with which the user ended its last round, local SGD lowers the mean over a batch of
+it and v_i the model with which the user ended its last round, local SGD minimises the mean over a batch of
 
     CE(w; x, y) - mu log( e^(a / tau) / (e^(a / tau) + e^(b / tau)) ),
     a = cos(z(w; x), z(w_t; x)),   b = cos(z(w; x), z(v_i; x)),
