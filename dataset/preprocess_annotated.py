@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,11 @@ from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, dig
 from dataset.journal import free
 from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
 from dataset.store.annotations import BACKGROUND
+from dataset.store.hdf5 import DataFile
 from dataset.store.images import Transcoding
 
+TRAINED_BY: Mapping[str, tuple[str, int]] = {"mask": ("segmentation", 3), "boxes": ("detection", 20)}
+"""FedCV's task for each form of annotations, and the users in a round of its usual setting."""
 NOBODY_KNOWN = (
     "nobody is known who took these images, so that one user owns each split: give --users_csv, or draw "
     "clients in training, as --data.partition iid-clients-10-seed-0"
@@ -170,6 +174,20 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         finish=Finish(others, annotated.sizes),
     )
     make(place.source(table, annotated.folders, provenance), options)
+    _say_training(output, form)
+
+
+def _say_training(output: Path, form: str) -> None:
+    """The command that trains on a file, with a cohort that its users fill."""
+    with DataFile(output) as file:
+        if not {"train", "test"} <= set(file.splits):
+            return
+        users = file.split("train").num_users
+    task, cohort = TRAINED_BY[form]
+    more = f' ARGS="--federated.cohort_size {users}"' if users < cohort else ""
+    if users == 1:
+        more = ' ARGS="--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"'
+    print(f"train on it: make fedcv-fl TASK={task} DATA={shlex.quote(str(output))}{more}", file=sys.stderr)
 
 
 def _users(arguments: argparse.Namespace, files: Mapping[str, bytes], ways: Sequence[str]) -> Users | None:

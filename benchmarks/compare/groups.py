@@ -119,9 +119,17 @@ class Comparison:
 
     def values(self, group: Group, section: str, name: str) -> list[float]:
         """A measure of each run of a group that has it; where some runs have ended, of these alone."""
+        return list(self.by_seed(group, section, name).values())
+
+    def by_seed(self, group: Group, section: str, name: str) -> dict[int, float]:
+        """The same by the runs' seeds, each of which one run has."""
         runs = group.finished or group.runs
-        found = [one for run in runs for one in self.measures[run.directory]]
-        return [one.value for one in found if (one.section, one.name) == (section, name)]
+        return {
+            run.seed: one.value
+            for run in runs
+            for one in self.measures[run.directory]
+            if (one.section, one.name) == (section, name)
+        }
 
     def differences(self) -> dict[str, list[Any]]:
         """The values of each group for the keys in which two of them differ; None: the key does nothing."""

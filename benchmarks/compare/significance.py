@@ -1,4 +1,5 @@
-"""Whether two groups of seeds differ by more than chance: Welch's t-test (Welch 1947)."""
+"""Whether two groups of seeds differ by more than chance: Welch's t-test (Welch 1947), and the paired t-test
+of groups with the same seeds."""
 
 from __future__ import annotations
 
@@ -36,6 +37,9 @@ class Difference:
     """Two-sided, of this comparison by itself."""
     p_holm: float = math.nan
     """Two-sided p where all comparisons of the table are taken together (Holm 1979)."""
+    p_paired: float = math.nan
+    """Two-sided p of the differences between runs of one seed; NaN where the groups have other seeds, or
+    where all these differences are equal."""
 
 
 def welch(first: str, ours: Sequence[float], second: str, theirs: Sequence[float]) -> Difference:
@@ -52,11 +56,24 @@ def welch(first: str, ours: Sequence[float], second: str, theirs: Sequence[float
     return Difference(first, second, sizes, difference, *map(float, numbers))
 
 
-def pairs(groups: Mapping[str, Sequence[float]]) -> list[Difference]:
-    """Every two groups with at least two values each, in order."""
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """The p of the paired t-test of values by seed, or NaN: see `Difference.p_paired`."""
+    if ours.keys() != theirs.keys():
+        return math.nan
+    differences = [round(ours[seed] - theirs[seed], 9) for seed in ours]  # equal ones but for rounding
+    if len(set(differences)) < 2:
+        return math.nan
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def pairs(groups: Mapping[str, Mapping[int, float]]) -> list[Difference]:
+    """Every two groups with at least two values each, in order; a group has a value for each seed."""
     enough = {name: values for name, values in groups.items() if len(values) >= 2}
     tests = [
-        welch(first, enough[first], second, enough[second])
+        replace(
+            welch(first, list(enough[first].values()), second, list(enough[second].values())),
+            p_paired=paired(enough[first], enough[second]),
+        )
         for first, second in itertools.combinations(enough, 2)
     ]
     return adjusted(tests)

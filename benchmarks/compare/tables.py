@@ -296,7 +296,8 @@ def significance(comparison: Comparison) -> Html:
         f"Differences of the means over seeds with {100 * CONFIDENCE:.0f} % confidence intervals, by Welch's "
         "t-test on unrounded scores. p is the probability of at least such a difference if the two groups "
         "had the same mean; Holm's p takes all comparisons of a table into account. Seeds count as "
-        "independent. "
+        "independent. Paired p is that of the paired t-test, where both groups have the same seeds: it "
+        "leaves out what a seed (its partition, its first weights) does to both. It is not adjusted. "
         "With few seeds the test sees only large differences, and a large p does not say that two groups are "
         "equal. A small difference can be certain and still not matter."
     )
@@ -305,14 +306,14 @@ def significance(comparison: Comparison) -> Html:
 
 def _tests(comparison: Comparison, score: str) -> Html:
     section, name = TEST, shown(score)
-    by_data: dict[str, dict[str, list[float]]] = {}
+    by_data: dict[str, dict[str, dict[int, float]]] = {}
     for group in comparison.groups:
         if group.finished:
-            values = comparison.values(group, section, name)
+            values = comparison.by_seed(group, section, name)
             by_data.setdefault(group.finished[0].data_key, {})[group.label] = values
     names = {group.label: name_of(comparison, group) for group in comparison.groups}
     rows = [_test_cells(test, names) for groups in by_data.values() for test in pairs(groups)]
-    heads = ["first", "second", "n", "first − second", "interval", "t", "df", "p", "Holm's p"]
+    heads = ["first", "second", "n", "first − second", "interval", "t", "df", "p", "Holm's p", "paired p"]
     return table(f"{name} on test, percentage points", heads, rows) if rows else Html()
 
 
@@ -325,7 +326,7 @@ def _test_cells(test: Difference, names: dict[str, Html]) -> list[object]:
         _signed(test.difference),
         f"{_signed(test.low)} to {_signed(test.high)}" if known else "no seed differs",
         *((_signed(test.t), f"{test.df:.2f}") if known else (NONE, NONE)),
-        *(_probability(value) if known else NONE for value in (test.p, test.p_holm)),
+        *(NONE if math.isnan(p) else _probability(p) for p in (test.p, test.p_holm, test.p_paired)),
     ]
 
 

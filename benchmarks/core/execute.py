@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
+from torch import nn
 
 from benchmarks.core.centralised import train_centralised
 from benchmarks.core.code_version import commit
@@ -310,7 +311,19 @@ def _write_results(
         checkpoint.save(directory / ADAPTERS_FILE, adapters, of_config)
     classes = {"classes": list(experiment.class_names)}
     seeds = {"experiment_sha256": experiment_digest(dataclasses.asdict(config), type(config))}
-    checkpoint.save(directory / "model.safetensors", module.state_dict(), {**of_config, **seeds, **classes})
+    learnt = set((scores["weights"] or {}).get("learnt_from", ()))
+    if recorder.ledger is None or not recorder.ledger.is_public:  # which gives no checksum of its data away
+        learnt.add(recorder.files.data_sha256)
+    grouped = any(isinstance(layer, nn.GroupNorm) for layer in module.modules())
+    origin = {
+        **of_config,
+        **seeds,
+        **classes,
+        "normalisation": config.model.normalisation,
+        **({"groups": config.model.groups} if grouped else {}),
+        "learnt_from": sorted(learnt),
+    }
+    checkpoint.save(directory / "model.safetensors", module.state_dict(), origin)
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
     plots.training_curve(history, recorder.unit, experiment.headline, title, curve)

@@ -19,7 +19,7 @@ from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
-from benchmarks.core.weights import check_classes, check_normalisation
+from benchmarks.core.weights import check_classes, check_origin
 from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
@@ -241,7 +241,7 @@ def build_model(
         raise ValueError(
             f"the config asks for weights with SHA-256 {model.weights_sha256}: give their file with --weights"
         )
-    check_normalisation(config)
+    check_origin(config, weights)
     backbone = build_backbone(
         model, num_labels, generator, (weights or IMAGENET) if model.pretrained else None
     )

@@ -11,6 +11,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.index import FOUND_CLASSES, owner
 from dataset.store.validate import validate
 from dataset.store.views import Split
+from pfl_ext.models.pretrained import source_in
 
 
 def check_private_data(experiment: Experiment[Any]) -> None:
@@ -22,11 +23,21 @@ def check_private_data(experiment: Experiment[Any]) -> None:
       would give that user away.
     * So many users that ``local_privacy.delta`` would allow that one of them is published outright.
     * A file that was changed in place: a run that goes on would release other data with the same noise.
+    * First weights that another run of ours trained on this data, whose budget is not counted here, if it has
+      one. A private run with ``privacy.release: public`` names no data in its model, so that its own model is
+      not recognised.
 
     Raises:
         ValueError: one line with the reason.
     """
     validate(experiment.file.path, images=False)
+    weights = experiment.run.weights
+    source = None if weights is None else source_in(experiment.config.model.arch, weights)
+    if source is not None and experiment.file.fingerprint in source.learnt_from:
+        raise ValueError(
+            f"--weights {weights} has learnt from the images of {experiment.file.path}, and what it says of "
+            "them is not in this run's budget: begin with weights from other data, or without --weights"
+        )
     privacy = experiment.config.privacy
     found = _found_classes(experiment.file)
     if privacy is not None and privacy.release == "public" and found:

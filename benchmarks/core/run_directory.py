@@ -128,8 +128,8 @@ class RunDirectory:
             model, more = self.path / "model.safetensors", ""
             if len(changed) == 1 and changed[0].startswith(LENGTHS) and has_checkpoint(self.path):
                 more = f"; --extend {self.path} makes a longer run of it"
-            elif self._begins_others(model) and any(change.startswith(LENGTHS) for change in changed):
-                switch = "" if self.run.config.model.pretrained else "--model.pretrained true "
+            elif model.exists() and any(change.startswith(LENGTHS) for change in changed):
+                switch = "" if self.run.config.model.pretrained else self._switch()
                 more = (
                     f"; {switch}--weights {model} --model.keep_head true lets a new run begin with its model"
                 )
@@ -146,12 +146,11 @@ class RunDirectory:
             )
         return tree_digest(known)
 
-    def _begins_others(self, model: Path) -> bool:
-        """Whether other runs can begin with a run's model: not with GroupNorm in place of BatchNorm."""
+    def _switch(self) -> str:
+        """The words by which another run begins with the network of this one, which began from scratch."""
         results = self.path / "results.json"
         norm = str(read_json(results).get("norm")) if results.exists() else ""
-        from_scratch = not self.run.config.model.pretrained
-        return model.exists() and not (from_scratch and "GroupNorm" in norm)
+        return "--model.pretrained true " + ("--model.norm group " if "GroupNorm" in norm else "")
 
     def begin(self) -> None:
         """Make the directory this run's own; the caller holds its lock."""

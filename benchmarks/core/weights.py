@@ -13,6 +13,7 @@ from benchmarks.core.config.trees import Tree
 from dataset.files import file_digest
 from pfl_ext import checkpoint
 from pfl_ext.devices import traces
+from pfl_ext.models.decoders import outputs_of
 from pfl_ext.models.pretrained import source_in, source_of
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
@@ -73,7 +74,7 @@ def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
 
     Licence, description and normalisation are None where they are not known. ``torchvision`` says whether
     the weights are torchvision's of ImageNet. Of the model of a run of ours, ``experiment_sha256`` is the
-    digest of what its seeds have in common.
+    digest of what its seeds have in common, and ``learnt_from`` has the checksums of its training data.
 
     Args:
         config: of the run.
@@ -93,6 +94,7 @@ def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
         "normalisation": source.normalisation,
         "torchvision": source.is_torchvisions,
         **({} if source.experiment_sha256 is None else {"experiment_sha256": source.experiment_sha256}),
+        **({"learnt_from": list(source.learnt_from)} if source.learnt_from else {}),
     }
 
 
@@ -101,18 +103,34 @@ def from_torchvision(weights: Tree | None) -> bool:
     return bool(weights and weights.get("torchvision", weights.get("imagenet")))
 
 
-def check_normalisation(config: TrainingConfig) -> None:
-    """Refuse an input on which a package's weights were not trained: the default is torchvision's.
+def check_origin(config: TrainingConfig, weights: Path | None) -> None:
+    """Refuse an input, or groups of GroupNorm, with which the first weights were not trained.
+
+    Both are known of a package's weights and of a run's model. torchvision's may have any input.
+
+    Args:
+        config: of the run.
+        weights: the file of its first weights; None: those of the network's known source.
 
     Raises:
-        ValueError: one line that says which normalisation the weights need.
+        ValueError: one line that says which value the weights need.
     """
     model = config.model
-    source = source_of(model.arch) if model.pretrained and model.weights_sha256 is None else None
-    if source is not None and not source.is_torchvisions and source.normalisation != model.normalisation:
+    if not model.pretrained:
+        return
+    source = source_of(model.arch) if weights is None else source_in(model.arch, weights)
+    if source is None or source.is_torchvisions:
+        return
+    if source.normalisation not in (None, model.normalisation):
         raise ValueError(
             f"model.normalisation is {model.normalisation}, and the weights of {model.arch} were trained on "
             f"another input: set it to {source.normalisation}"
+        )
+    grouped = not model.has_fixed_statistics or outputs_of(model.arch) == "pixels"  # as new decoders are
+    if grouped and source.groups not in (None, model.groups):
+        raise ValueError(
+            f"model.groups is {model.groups}, and the weights of {model.arch} were trained with other "
+            f"groups: set it to {source.groups}"
         )
 
 

@@ -29,6 +29,7 @@ from benchmarks.reporting import single_users
 from benchmarks.reporting.folders import finished_runs
 from benchmarks.reporting.runs import RunOfAnother, RunRecord, by_experiment, finished_run, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
+from benchmarks.visual_classification.config import VISION
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 
@@ -47,7 +48,7 @@ HEADS = (
 
 
 def task_of(directory: Path) -> tuple[type[Experiment[Any]], RunRecord]:
-    """A finished run and its task.
+    """A finished run and its task; its setting is one of the task's, or the user's own.
 
     Raises:
         ValueError: what is wrong with it, in a line.
@@ -59,15 +60,18 @@ def task_of(directory: Path) -> tuple[type[Experiment[Any]], RunRecord]:
         except ValueError as fault:
             faults.append(fault)
             continue
-        if run.config.setting in task.benchmark.settings:
+        setting = run.config.setting
+        if setting in task.benchmark.settings or setting not in VISION.settings:  # whose config looks alike
             return task, run
-        setting = f"{directory} is a run of {run.config.setting}, which is no setting of FedCV's tasks"
-        faults.append(ValueError(setting))
+        faults.append(ValueError(f"{directory} is a run of {setting}, which is no setting of FedCV's tasks"))
     raise next((fault for fault in faults if not isinstance(fault, RunOfAnother)), faults[-1])
 
 
 def changes(task: type[Experiment[Any]], run: RunRecord) -> list[str]:
-    """The keys in which a run differs from the setting of its name, ``key: setting's -> run's``."""
+    """The keys in which a run differs from the setting of its name, ``key: setting's -> run's``; of a setting
+    that is not shipped, a remark."""
+    if run.config.setting not in task.benchmark.settings:
+        return ["a setting of its own (its config.yaml has all values)"]
     setting = task.benchmark.parse(["--config", run.config.setting]).config
     trees = [experiment(asdict(config), type(config)) for config in (setting, run.config)]
     return differences(*trees)

@@ -4,8 +4,8 @@
 
 The formats: folder (client/class/file, split/client/class/file, or a CSV with path, client and label), hf (a
 Hugging Face data set with a client column: parquet, or what save_to_disk writes), leaf (LEAF's JSON), tff
-(TensorFlow Federated's HDF5), npz (numpy's arrays, as MedMNIST's), flamby (FLamby's Fed-ISIC2019), fedscale
-(FedScale's client_data_mapping).
+(TensorFlow Federated's HDF5 or SQLite), npz (numpy's arrays, as MedMNIST's), flamby (FLamby's Fed-ISIC2019),
+fedscale (FedScale's client_data_mapping).
 python -m dataset.convert FORMAT --help says more, docs/own_data.md shows each, step by step.
 
 JPEGs are kept as they are. PNG, WebP, GIF, BMP and TIFF images become JPEGs of --jpeg_quality, or with
@@ -202,12 +202,13 @@ def _add_leaf(parser: argparse.ArgumentParser) -> None:
 
 
 def _tff(arguments: argparse.Namespace) -> Found:
-    """TensorFlow Federated's HDF5: examples/CLIENT/ with pixels or image, and label."""
-    return tff.read(arguments.source, _classes(arguments))
+    """TensorFlow Federated's HDF5 (examples/CLIENT/ with pixels or image, and label), or its SQLite."""
+    return tff.read(arguments.source, _classes(arguments), arguments.prefix)
 
 
 def _add_tff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, required=True, help="a folder with *_train.h5, ..., or a file")
+    parser.add_argument("--prefix", help="of SQLite's splits, where there are several: all, digits_only")
 
 
 def _npz(arguments: argparse.Namespace) -> Found:

@@ -1,6 +1,7 @@
 """TensorFlow Federated's HDF5: ``examples/CLIENT/`` with ``pixels`` or ``image``, and labels.
 
 FedML and others distribute EMNIST (``fed_emnist_train.h5``) and CIFAR-100 (``fed_cifar100_train.h5``) so.
+What TensorFlow Federated distributes today is SQLite (`dataset.convert.tff_sqlite`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy.typing as npt
 from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown, split_by_names
+from dataset.convert.tff_sqlite import is_sqlite
+from dataset.convert.tff_sqlite import read as read_sqlite
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
 from dataset.store.annotations import Kind
@@ -46,16 +49,21 @@ def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
     return [*zip(paths, splits)]
 
 
-def read(source: Path, given: list[str] | None) -> Found:
+def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Found:
     """Read TensorFlow Federated's files.
 
     Args:
-        source: a folder with ``*_train.h5`` and ``*_test.h5``, or a file.
+        source: a folder with ``*_train.h5`` and ``*_test.h5``, or a file; or a file of SQLite.
         given: the class names of ``label`` by number.
+        prefix: of the names of SQLite's splits; see `dataset.convert.tff_sqlite`.
 
     Raises:
         ValueError: one line that names file, client and data set.
     """
+    if is_sqlite(source):
+        return read_sqlite(source, given, prefix)
+    if prefix is not None:
+        raise ValueError(f"--prefix is for files of SQLite, and {source} is none: leave it out")
     files = hdf5_files(source)
     for path, _ in files:
         probe(path)

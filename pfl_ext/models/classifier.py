@@ -212,7 +212,7 @@ def _replacement(bn: _BatchNorm, config: ModelConfig) -> nn.Module:
     channels = bn.num_features
     if config.channel_norm == "data" and not bn.affine:
         return Standardised(channels)
-    if config.pretrained:
+    if config.has_fixed_statistics:
         frozen = FrozenStatisticsBatchNorm2d(channels, bn.eps)
         given = {name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim}
         frozen.load_state_dict({**frozen.state_dict(), **given})

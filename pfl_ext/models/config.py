@@ -15,6 +15,7 @@ Init = Literal["he", "keras", "torchvision", "xavier"]
 Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
 ON_FEATURES = ("head", "two_layers")
 """Values of ``trained`` for which the trained layers take one vector for each image."""
+Norm = Literal["auto", "group"]
 ChannelNorm = Literal["group", "data"]
 FeatureFormat = Literal["float32", "float16"]
 
@@ -30,7 +31,9 @@ class ModelConfig:
     normalisation: Normalisation = "imagenet"
     """Mean and deviation of the input: ImageNet's; none; half: 0.5; EfficientNet-Lite's; the data's."""
     pretrained: bool = False
-    """True: ImageNet weights and frozen BatchNorm statistics. False: from scratch, with GroupNorm."""
+    """Whether training begins with given weights: ImageNet's, or those of a file; false: from scratch."""
+    norm: Norm = "auto"
+    """What BatchNorm becomes; group: GroupNorm; auto: fixed statistics if pretrained, GroupNorm if not."""
     keep_head: bool = False
     """Whether the last layer of the weights file is used too; false: it is a new one."""
     groups: PositiveInt = 32
@@ -65,6 +68,11 @@ class ModelConfig:
     """Distribution of initial weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False
     """Whether the network's own dropout and stochastic depth act in training; false: they are left out."""
+
+    @property
+    def has_fixed_statistics(self) -> bool:
+        """Whether BatchNorm stays, with the statistics of its weights; otherwise it becomes GroupNorm."""
+        return self.pretrained and self.norm == "auto"
 
     def __post_init__(self) -> None:
         if self.genotype is not None:  # the content is part of the config, its path is not

@@ -249,7 +249,7 @@ class SearchNetwork(CellNetwork):
 
 
 def _check_groups(config: ModelConfig) -> None:
-    if not config.pretrained and config.groups >= config.cell_channels:
+    if not config.has_fixed_statistics and config.groups >= config.cell_channels:
         raise ValueError(
             f"model.groups is {config.groups}, and a norm of {config.cell_channels} channels, "
             "model.cell_channels, would have one channel a group, which leaves the last layer nothing of the "

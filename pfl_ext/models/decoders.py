@@ -86,7 +86,7 @@ class Architecture:
     widened: bool = False
     """See `Encoder`."""
     form: Callable[[bool], Form] | None = None
-    """The encoder's layers, given whether it has pretrained weights; None: those of its classifier."""
+    """The encoder's layers, given whether its BatchNorm has fixed statistics; None: its classifier's."""
     task: Callable[[int], Task] | None = None
     """The task of these outputs, given the number of classes, where several tasks have such outputs."""
     drawing: bool = False
@@ -98,7 +98,7 @@ class Architecture:
 
     def build(self, num_labels: int, config: ModelConfig) -> EncoderDecoder:
         """The network of a config."""
-        form = None if self.form is None else self.form(config.pretrained)
+        form = None if self.form is None else self.form(config.has_fixed_statistics)
         encoder = Encoder(self.encoder, dilated=self.dilated, widened=self.widened, form=form)
         return EncoderDecoder(encoder, self.decoder(encoder.channels, num_labels))
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any, get_args
 
 import torch
 import torchvision.models as zoo
@@ -51,6 +52,10 @@ class Source:
     """Whether they are torchvision's ImageNet weights."""
     experiment_sha256: str | None = None
     """For a model from one of our runs: the digest of what runs with different seeds have in common."""
+    groups: int | None = None
+    """For such a model with GroupNorm: its ``model.groups``, which no tensor's shape shows."""
+    learnt_from: tuple[str, ...] = ()
+    """For such a model: checksums of the data that it, and the models it began with, were trained on."""
 
     def is_of(self, sha256: str) -> bool:
         """Whether a file with this SHA-256 is this source."""
@@ -80,18 +85,27 @@ def source_in(arch: str, file: Path) -> Source:
         return dataclasses.replace(known, path=lambda: file)
     said = _said(file)
     description, experiment = said.get("description"), said.get("experiment_sha256")
-    return Source(file.name, sha256, lambda: file, description, experiment_sha256=experiment)
+    learnt, scale, groups = said.get("learnt_from"), said.get("normalisation"), said.get("groups")
+    return Source(
+        file.name,
+        sha256,
+        lambda: file,
+        description and str(description),
+        normalisation=scale if scale in get_args(Normalisation) else None,
+        experiment_sha256=experiment and str(experiment),
+        groups=groups if isinstance(groups, int) else None,
+        learnt_from=tuple(map(str, learnt)) if isinstance(learnt, list) else (),
+    )
 
 
-def _said(file: Path) -> Mapping[str, str]:
+def _said(file: Path) -> Mapping[str, Any]:
     """The metadata of a safetensors file from `pfl_ext.checkpoint.save`."""
     if file.suffix != ".safetensors":
         return {}
     try:
-        state = checkpoint.load(file)[1]
+        return checkpoint.load(file)[1]
     except ValueError:  # weights that others wrote
         return {}
-    return {key: str(value) for key, value in state.items()}
 
 
 def _torchvisions(arch: str, url: str) -> Source:

@@ -97,15 +97,15 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-def _mobilenet(pretrained: bool) -> Form:
+def _mobilenet(fixed: bool) -> Form:
     """MobileNetV3 up to the expansion of the last block that halves, and the rest. From scratch it has half
     of the last channels, as in torchvision and as Howard et al. do for detection."""
     first = [*(f"features.{number}" for number in range(13)), "features.13.block.0"]
     rest = [*(f"features.13.block.{part}" for part in (1, 2, 3)), *(f"features.{n}" for n in (14, 15, 16))]
-    return Form((first, rest), (672, 960 if pretrained else 480), options={"reduced_tail": not pretrained})
+    return Form((first, rest), (672, 960 if fixed else 480), options={"reduced_tail": not fixed})
 
 
-def _lite(pretrained: bool) -> Form:
+def _lite(fixed: bool) -> Form:
     """The same split of EfficientNet-Lite0, always with all channels, since its weights are for these."""
     first = ["stem", *(f"blocks.{number}" for number in range(11)), "blocks.11.expand"]
     rest = ["blocks.11.depthwise", "blocks.11.project", *(f"blocks.{n}" for n in range(12, 16)), "last"]

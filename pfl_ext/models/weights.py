@@ -84,14 +84,14 @@ def load_weights(
     missing, unexpected = wanted.keys() - loaded.keys(), loaded.keys() - wanted.keys()
     if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
         raise ValueError(
-            f"{source} holds BatchNorm statistics, for which GroupNorm has no place; take the network with "
-            "frozen BatchNorm (pretrained), or weights trained with GroupNorm"
+            f"{source} holds BatchNorm statistics, for which GroupNorm has no place: set model.norm to auto, "
+            "or give weights trained with GroupNorm"
         )
     statistics = {name for name in wanted if name.endswith(("running_mean", "running_var"))}
     if statistics and statistics == missing and not unexpected:
         raise ValueError(
-            f"{source} has GroupNorm where model.pretrained true has BatchNorm with fixed statistics: "
-            f"{arch} was trained from scratch, and such a run goes on by --extend, if it kept checkpoints"
+            f"{source} has no BatchNorm statistics, since {arch} was trained from scratch, with GroupNorm: "
+            "set model.norm to group"
         )
     wrong = [
         f"{name} is {tuple(loaded[name].shape)} {loaded[name].dtype} for {tuple(wanted[name].shape)}"

@@ -26,6 +26,7 @@ from tests.dataset.convert.made_sources import (
     write_listed,
     write_tff,
 )
+from tests.dataset.convert.made_sqlite import write_sqlite
 
 NUMBERS = range(1, 19)
 
@@ -58,6 +59,7 @@ def converter_targets(folder: Path) -> list[Target]:
     write_leaf(folder / "leaf" / "train" / "a.json", {"u1": leaf_user([1, 2, 3]), "u2": leaf_user([4, 5])})
     write_tff(folder / "tff" / "emnist_train.h5", {"a": [1, 2], "b": [3, 4, 5]})
     write_tff(folder / "tff" / "emnist_test.h5", {"a": [6], "b": [7]})
+    write_sqlite(folder / "sqlite" / "own.sqlite", {"train": {"a": [1, 2], "b": [3, 4]}, "test": {"a": [5]}})
     (folder / "npz").mkdir()
     np.savez(folder / "npz" / "own.npz", **arrays_of(NUMBERS))
     write_listed(folder / "folder", NUMBERS)
@@ -92,6 +94,7 @@ def converter_targets(folder: Path) -> list[Target]:
     return [
         target("leaf", "train/a.json", "leaf --source SOURCE", text=True),
         target("tff", "emnist_train.h5", "tff --source SOURCE"),
+        target("sqlite", "own.sqlite", "tff --source SOURCE/own.sqlite"),
         target("npz", "own.npz", "npz --source SOURCE/own.npz"),
         target("folder", "labels.csv", listed, text=True),
         target("folder", "images/3.png", listed),

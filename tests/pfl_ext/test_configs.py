@@ -95,6 +95,7 @@ MODEL = {
     "arch": "resnet18",
     "input_size": 224,
     "pretrained": False,
+    "norm": "auto",
     "groups": 32,
     "bottleneck": None,
     "random_features": None,

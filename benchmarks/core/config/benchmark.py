@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from benchmarks.core.config.choices import without_others_options
 from benchmarks.core.config.command_line import CommandLine
 from benchmarks.core.config.digests import config_tree
 from benchmarks.core.config.effects import (
@@ -128,7 +129,8 @@ class Benchmark(Generic[C_co]):
         dropped = _unasked(*(part for recipes, _, keys in layers for part in (recipes, keys)))
         tree = without(self.protocol, dropped)
         for recipes, scale, keys in layers:
-            tree = merge(merge(merge(tree, recipes), without(scale, dropped)), keys)
+            tree = merge(merge(tree, recipes), without(scale, dropped))
+            tree = merge(without_others_options(self.kind, tree, keys), keys)
         return tree
 
     def path(self, name: str) -> Path:

@@ -97,11 +97,11 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("model.random_features_width", because, "give model.random_features")
     if config.model.channel_norm == "data":
         yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
-    if config.model.pretrained:
-        if outputs_of(config.model.arch) != "pixels":  # its decoder is new, and has norms of these groups
-            yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
-    else:
-        keys = "model.weights_sha256 model.keep_head"
+    # the decoder of a network for pixels is new, and has norms of these groups
+    if config.model.has_fixed_statistics and outputs_of(config.model.arch) != "pixels":
+        yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
+    if not config.model.pretrained:
+        keys = "model.norm model.weights_sha256 model.keep_head"
         yield Idle(keys, "model.pretrained is false", "set model.pretrained to true")
 
 

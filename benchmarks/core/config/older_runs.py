@@ -25,6 +25,7 @@ YOUNGER = {
     "centralised.warmup_epochs": 0,
     "centralised.warmup_learning_rate": 0.0,
     "model.normalisation": "imagenet",
+    "model.norm": "auto",
     "model.dropout": False,
     "model.keep_head": False,
     "model.last_blocks": 1,

@@ -8,8 +8,7 @@ from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from benchmarks.core.config.sections import ChoosingSection
-from benchmarks.core.config.trees import section_in
+from benchmarks.core.config.choices import choosing_sections
 
 
 def options_help(config: type, describe: Callable[[Any], None], layout: Callable[..., HelpFormatter]) -> str:
@@ -21,10 +20,7 @@ def options_help(config: type, describe: Callable[[Any], None], layout: Callable
         layout: argparse's formatter.
     """
     groups: list[str] = []
-    for section_name, hint in get_type_hints(config).items():
-        section = section_in(hint)
-        if section is None or not issubclass(section, ChoosingSection):
-            continue
+    for section_name, section in choosing_sections(config):
         registry = section.registry
         same: dict[type, list[str]] = {}
         for name in registry.names():

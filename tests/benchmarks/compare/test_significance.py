@@ -1,4 +1,4 @@
-"""Welch's test against its formulas, and Holm's adjustment against the values that R's p.adjust gives."""
+"""The tests against their formulas, and Holm's adjustment against the values that R's p.adjust gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from scipy.special import betainc, stdtrit
 
-from benchmarks.compare.significance import adjusted, pairs, welch
+from benchmarks.compare.significance import adjusted, paired, pairs, welch
 
 OURS, THEIRS = [61.2, 60.4, 62.9], [58.0, 59.9, 58.1, 57.2]
 
@@ -40,8 +40,22 @@ def test_holm_is_that_of_r() -> None:
 
 
 def test_groups_of_one_seed_are_not_tested_and_equal_seeds_say_nothing_of_chance() -> None:
-    found = pairs({"a": [1.0, 1.0], "b": [2.0], "c": [3.0, 3.0], "d": [1.0, 2.0]})
+    values = {"a": [1.0, 1.0], "b": [2.0], "c": [3.0, 3.0], "d": [1.0, 2.0]}
+    found = pairs({name: dict(enumerate(each)) for name, each in values.items()})
     assert [(test.first, test.second) for test in found] == [("a", "c"), ("a", "d"), ("c", "d")]
     assert found[0].difference == -2
     assert math.isnan(found[0].p)
     assert found[1].p_holm >= found[1].p
+
+
+def test_runs_of_one_seed_are_compared_with_each_other() -> None:
+    """Seeds that move both groups alike hide a difference from Welch's test, and not from this one."""
+    ours, theirs = {0: 61.2, 1: 55.4, 2: 66.9}, {2: 66.0, 0: 60.1, 1: 54.7}
+    differences = [61.2 - 60.1, 55.4 - 54.7, 66.9 - 66.0]
+    mean = sum(differences) / 3
+    t = mean / math.sqrt(sum((d - mean) ** 2 for d in differences) / 2 / 3)
+    assert paired(ours, theirs) == pytest.approx(betainc(1, 0.5, 2 / (2 + t * t)), rel=1e-9)
+    found = pairs({"ours": ours, "theirs": theirs})[0]
+    assert found.p_paired < 0.05 < 0.5 < found.p
+    assert math.isnan(paired(ours, {0: 1.0, 1: 2.0, 3: 3.0}))
+    assert math.isnan(paired({0: 0.3, 1: 0.2}, {0: 0.2, 1: 0.1}))  # which differ in the last bit

@@ -283,6 +283,7 @@ IDLE = [
     (FLAIR, ["--local.max_grad_norm=none", "--local.clip_by=global"], "where local.max_grad_norm is none"),
     (FLAIR, ["--config=fl-f-17", "--model.groups=8"], "has no effect where model.pretrained is true"),
     (FLAIR, ["--model.weights_sha256=ab"], "has no effect where model.pretrained is false"),
+    (FLAIR, ["--model.norm=group"], "model.norm has no effect where model.pretrained is false"),
     (
         FLAIR,
         ["--config=pfl-r-17", "--privacy.mechanism=gaussian", "--privacy.quantile=0.5"],

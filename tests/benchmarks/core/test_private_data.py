@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -15,12 +16,14 @@ from benchmarks.core.privacy_statement import USERS, central_paragraph, local_pa
 from benchmarks.flair.report import collect, markdown
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
+from dataset.flair.mini import write_mini
 from dataset.partitions.__main__ import main as write_partition
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import owner
+from pfl_ext import checkpoint
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
-from tests.benchmarks.conftest import train_into
+from tests.benchmarks.conftest import TINY, train_into
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.run_files import error_line, results
 from tests.benchmarks.sparing import sparingly
@@ -53,6 +56,30 @@ def test_users_of_two_splits_are_not_protected(
     train_into(tmp_path / "run", by_images, *TWO_USERS, *words, code=2)
     assert "users of val also train, " in error_line(capsys)
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_learnt_from_the_same_images_are_refused(
+    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where another run lies between."""
+    write_mini(other := tmp_path / "other.hdf5", replace(TINY, train_users=9))
+    begin = ("--model.pretrained=true", "--federated.num_rounds=1", "--model.keep_head=true")
+    one_round = ("--federated.num_rounds=1", "--federated.cohort_size=2")
+    first = train_into(tmp_path / "first", mini_file, *one_round) / "model.safetensors"
+    between = train_into(tmp_path / "between", other, *begin, f"--weights={first}") / "model.safetensors"
+    said = results(tmp_path / "between")
+    assert said["weights"]["learnt_from"] == [results(tmp_path / "first")["data_sha256"]]
+    assert checkpoint.load(between)[1]["learnt_from"] == sorted(
+        {said["data_sha256"], *said["weights"]["learnt_from"]}
+    )
+    private = (*PRIVATE, *PUBLIC[1:], "--federated.cohort_size=2", *begin[:2])
+    train_into(tmp_path / "private", mini_file, *private, f"--weights={between}", code=2)
+    assert "between/model.safetensors has learnt from the images of " in error_line(capsys)
+    assert not (tmp_path / "private").exists()
+    train_into(tmp_path / "private", other, *private, f"--weights={first}")
+    public = (*private, PUBLIC[0], "--privacy.noise_seed=entropy")
+    released = train_into(tmp_path / "public", other, *public, f"--weights={first}") / "model.safetensors"
+    assert checkpoint.load(released)[1]["learnt_from"] == said["weights"]["learnt_from"]
 
 
 def test_clients_of_a_drawn_partition_are_other_owners(tmp_path: Path, photos: Path) -> None:

@@ -140,11 +140,25 @@ def test_what_is_said_of_a_longer_run_can_be_typed(
     assert results(tmp_path / "more")["weights"]["sha256"] == results(directory)["model_sha256"]
 
 
-def test_a_model_that_no_other_run_can_begin_with_is_not_offered(
-    train: Train, capsys: pytest.CaptureFixture[str]
+def test_what_is_said_of_a_resnet_from_scratch_can_be_typed(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ResNets from scratch have GroupNorm."""
-    words = (*RESNET18, "--model.pretrained=false", "--federated.cohort_size=1", "--local.max_images=1")
-    train(*words, "--federated.num_rounds=1", "--runtime.keep_checkpoints=false")
+    """It has GroupNorm, of groups that its tensors do not show."""
+    scratch = (*RESNET18, "--model.pretrained=false")
+    words = (*scratch, "--federated.cohort_size=1", "--local.max_images=1", "--model.groups=4")
+    first = train(*words, "--federated.num_rounds=1", "--runtime.keep_checkpoints=false")
     train(*words, "--federated.num_rounds=4", code=2)
-    assert "--weights" not in error_line(capsys)
+    said = re.search(r"--run_dir; (--.*) lets a new run begin with its model", error_line(capsys))
+    assert said is not None
+    assert "--model.norm group" in said[1]
+    again = (*words[:-2], *said[1].split(), "--local.max_images=1", "--federated.num_rounds=1")
+    train(*again, name="more", code=2)
+    assert "model.groups is 32, and the weights of resnet18 were trained with other groups: set it to 4" in (
+        error_line(capsys)
+    )
+    train(*again, "--model.groups=4", "--model.normalisation=half", name="more", code=2)
+    assert "were trained on another input: set it to imagenet" in error_line(capsys)
+    train(*again, "--model.groups=4", name="more")
+    begun = results(tmp_path / "more")
+    assert begun["weights"]["sha256"] == results(first)["model_sha256"]
+    assert begun["start_probe"] == results(first)["model_probe"]

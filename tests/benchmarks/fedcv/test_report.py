@@ -29,6 +29,7 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
 ) -> None:
     for seed in (0, 1):
         small_run("cifar100-efficientnet-c", tmp_path, f"seed{seed}", f"--seed={seed}")
+    small_run("cifar100-efficientnet-c", tmp_path, "own", "--setting=mine")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.yaml").write_text("setting: none\n")
     capsys.readouterr()
@@ -36,6 +37,8 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
     said = capsys.readouterr().out
     assert "| cifar100-efficientnet-c | 0, 1 | accuracy | " in said
     assert "centralised.num_epochs: 400 -> 1" in said
+    assert "| mine | 0 | accuracy | " in said
+    assert "mine, row 2: a setting of its own (its config.yaml has all values)" in said
     assert f"{tmp_path / 'other'} holds no whole run" in said
     assert (tmp_path / "report" / "report.csv").read_text().startswith("setting,seeds,score,")
     assert run(report.main, [str(tmp_path / "other")]) == 2

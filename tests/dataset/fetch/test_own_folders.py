@@ -49,6 +49,32 @@ def test_a_folders_licence_is_its_own_or_as_given(spec: AnnotatedSet, photos: Pa
     assert licence(tmp_path / "b.hdf5") == "CC0 1.0"
 
 
+def test_the_command_that_trains_on_a_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a cohort that its users fill; without users, clients are drawn. Nothing trains without test."""
+    files = without_root(voc_files("2012", {"train": TRAIN, "val": VAL}))
+    folder, spec, output = write_files(tmp_path / "in", files), LAYOUTS["voc2012"][0], tmp_path / "f.hdf5"
+    names = sorted(Path(name).stem for name in files if name.endswith(".jpg"))
+    rows = [f"{name},{'ab'[number % 2]}" for number, name in enumerate(names)]
+    (tmp_path / "users.csv").write_text("\n".join(["image_id,user", *rows]))
+    drawn = "--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"
+    for words, more in (
+        (["--annotation=mask"], f' ARGS="{drawn}"'),
+        (
+            [f"--users_csv={tmp_path / 'users.csv'}", "--annotation=boxes"],
+            ' ARGS="--federated.cohort_size 2"',
+        ),
+    ):
+        form = words[-1].rpartition("=")[2]
+        assert make(spec, output, f"--source={folder}", *words, "--val_as=test", "--overwrite") == 0
+        line = capsys.readouterr().err.splitlines()[-1]
+        task = "segmentation" if form == "mask" else "detection"
+        assert line == f"train on it: make fedcv-fl TASK={task} DATA={output}{more}"
+    assert make(spec, output, f"--source={folder}", "--overwrite") == 0
+    assert "train on it" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("spec", [CAMVID, STREET, COCO_2017, SUBSETS["2007"], SUBSETS["2012"]])
 def test_a_data_set_is_known_by_its_classes(spec: AnnotatedSet) -> None:
     classes = sorted(spec.classes)

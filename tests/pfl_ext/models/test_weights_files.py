@@ -148,12 +148,21 @@ def test_batchnorm_weights_are_refused_by_groupnorm(weights_file: Path) -> None:
 
 
 def test_weights_of_a_network_from_scratch_are_refused_by_frozen_batchnorm(tmp_path: Path) -> None:
-    """It was said to be no file of this network."""
-    safetensors.torch.save_file(build().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"has GroupNorm where model.pretrained true has .* goes on by --extend"
-    ):
-        build(pretrained=True, keep_head=True, weights=tmp_path / "model.safetensors")
+    """It was said to be no file of this network. The remedy that is named is one."""
+    first = build(seed=3)
+    safetensors.torch.save_file(first.state_dict(), file := tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"trained from scratch, with GroupNorm: set model.norm to group"):
+        build(pretrained=True, keep_head=True, weights=file)
+    second = build(pretrained=True, norm="group", keep_head=True, weights=file)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(second(x), first(x))
+
+
+def test_batchnorm_weights_are_refused_where_groupnorm_is_asked_for(weights_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"GroupNorm has no place: set model\.norm to auto"):
+        build(pretrained=True, norm="group", weights=weights_file)
 
 
 @pytest.mark.parametrize("failure", [URLError("no route to host"), RuntimeError("invalid hash value")])

@@ -1,0 +1,197 @@
+"""TensorFlow Federated's SQLite: a row with a serialised ``tf.train.Example`` for each image.
+
+EMNIST (``emnist_all.sqlite``), CIFAR-100 and CelebA come in this form, packed by LZMA. The table ``examples``
+has split_name, client_id and serialized_example_proto. A file may hold several sets of splits, such as
+all_train and all_test beside digits_only_train and digits_only_test.
+
+Image: the feature ``pixels`` or ``image``, of a square. Classes: ``label``, and ``coarse_label`` where there
+is one. Without ``label`` each other feature is an attribute, 0 or 1, and an image has those that are 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.convert.examples import parse
+from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.source import Found, Part, Rows
+from dataset.convert.text import Names, shown
+from dataset.fetch.source import Image
+from dataset.store.annotations import Kind
+from dataset.store.index import SPLIT_NAMES
+
+Features = Mapping[str, npt.NDArray[Any]]
+_PIXELS = ("pixels", "image")
+_LABELS = {"label": "labels", "coarse_label": "coarse_labels"}
+"""The features of a class, and the annotations that they become."""
+_SPLITS = "SELECT DISTINCT split_name FROM examples ORDER BY split_name"
+_EXAMPLES = (
+    "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
+)
+
+
+def is_sqlite(path: Path) -> bool:
+    """Whether a file begins as SQLite's do.
+
+    Raises:
+        ValueError: for one that is packed, with the command that unpacks it.
+    """
+    if not path.is_file():
+        return False
+    if path.suffix == ".lzma":
+        raise ValueError(f"--source {path} is packed: xz --decompress --keep --format=lzma {path} unpacks it")
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
+    """Read one of these files.
+
+    Args:
+        source: the file.
+        given: the class names of ``label`` by number.
+        prefix: what the names of the splits begin with, such as ``all``, where there are several.
+
+    Raises:
+        ValueError: one line that names file, client and example.
+    """
+    stat, scale, shapes, size = source.stat(), Scale(), set[tuple[int, int, int]](), 0
+    parts = []
+    kinds: dict[str, Kind] = {}
+    names: dict[str, Names] = {}
+    for named, split in _splits(source, prefix).items():
+        rows: Rows | None = None
+        for client, number, features in _examples(source, named):
+            where = f"{source}, split {named}, client {shown(client)}, example {number}"
+            if not kinds:
+                kinds, names = _annotations(features, given, where)
+            rows = rows or Rows(kinds, names)
+            image = _image(features, where)
+            shapes.add(shape := shape_of(image.shape, where))
+            scale.note(image, where)
+            size += shape[0] * shape[1] * 3
+            rows.add(
+                where, client, f"{split}/{client}/{number}", split, _labels(features, kinds, names, where)
+            )
+        if rows is not None:
+            key = f"{source} {stat.st_size} {stat.st_mtime_ns} {named}"
+            parts.append(
+                Part(str(source), key, rows.table(), lambda _: str(source), _images(source, named, scale))
+            )
+    if shapes:
+        scale.check(source)
+    return Found(parts, kinds, names, size, common_side(shapes))
+
+
+def _splits(source: Path, prefix: str | None) -> dict[str, str]:
+    """The names of the file's splits that begin with a prefix, each with the split that it means."""
+    sets: dict[str, dict[str, str]] = {}
+    for (named,) in _query(source, _SPLITS):
+        name = _text(named, f"{source}, split_name")
+        begin, _, word = name.rpartition("_")
+        if word not in SPLIT_NAMES:
+            raise ValueError(f"{source} has the split {shown(name)}, which does not end in a split's name")
+        sets.setdefault(begin, {})[name] = SPLIT_NAMES[word]
+    if not sets:
+        raise ValueError(f"{source} has no example")
+    if prefix is None and len(sets) == 1:
+        return next(iter(sets.values()))
+    if prefix not in sets:
+        given = "" if prefix is None else f", not --prefix {prefix}"
+        raise ValueError(f"{source} has splits of {', '.join(map(shown, sets))}{given}: choose by --prefix")
+    return sets[prefix]
+
+
+def _annotations(
+    features: Features, given: list[str] | None, where: str
+) -> tuple[dict[str, Kind], dict[str, Names]]:
+    """The annotations that images like this one have, and their classes."""
+    if "label" in features:
+        found = [name for leaf, name in _LABELS.items() if leaf in features]
+        names = {name: Names(given if name == "labels" else None, numbered=True) for name in found}
+        return dict.fromkeys(found, "class"), names
+    attributes = sorted(set(features) - set(_PIXELS))
+    if not attributes:
+        raise ValueError(f"{where} has neither a label nor attributes")
+    if given is not None:
+        raise ValueError(f"--classes names numbers, and {where} has attributes with names: leave it out")
+    return {"labels": "label set"}, {"labels": Names(attributes)}
+
+
+def _labels(
+    features: Features, kinds: Mapping[str, Kind], names: Mapping[str, Names], where: str
+) -> list[Any]:
+    if kinds["labels"] == "class":
+        return [_number(features, leaf, where) for leaf, name in _LABELS.items() if name in kinds]
+    attributes = names["labels"].given or ()
+    values = {name: _number(features, name, where) for name in attributes}
+    if bad := next((name for name, value in values.items() if value not in (0, 1)), None):
+        raise ValueError(
+            f"{where} has the attribute {shown(bad)} with {values[bad]}, which is neither 0 nor 1"
+        )
+    return [[name for name, value in values.items() if value]]
+
+
+def _number(features: Features, leaf: str, where: str) -> int:
+    found = features.get(leaf)
+    if found is None or found.dtype != np.int64 or len(found) != 1:
+        raise ValueError(f"{where} has no single whole number {shown(leaf)}")
+    return int(found[0])
+
+
+def _image(features: Features, where: str) -> npt.NDArray[Any]:
+    found = next((features[leaf] for leaf in _PIXELS if leaf in features), None)
+    if found is None:
+        raise ValueError(f"{where} has neither {' nor '.join(_PIXELS)} of numbers")
+    return found
+
+
+def _images(source: Path, named: str, scale: Scale) -> Any:
+    def images(start: int) -> Iterator[Image]:
+        for client, number, features in _examples(source, named, start):
+            image = _image(features, where := f"{source}, client {shown(client)}, example {number}")
+            yield scale.pixels(image, shape_of(image.shape, where))
+
+    return images
+
+
+def _examples(source: Path, named: str, start: int = 0) -> Iterator[tuple[str, int, Features]]:
+    """The client, the number among the client's images, and the features of each image of a split."""
+    last, number = None, 0
+    for place, (owner, proto) in enumerate(_query(source, _EXAMPLES, named)):
+        client = _text(owner, f"{source}, row {place + 1} of split {named}, client_id")
+        number = number + 1 if client == last else 0
+        last = client
+        if place >= start:
+            where = f"{source}, split {named}, client {shown(client)}, example {number}"
+            if not isinstance(proto, bytes):
+                raise ValueError(f"{where} is no serialised tf.train.Example")
+            yield client, number, parse(proto, where)
+
+
+def _text(value: object, where: str) -> str:
+    try:
+        return value.decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is no text in UTF-8: {shown(value)}") from None
+
+
+def _query(source: Path, command: str, *values: str) -> Iterator[tuple[Any, ...]]:
+    """The rows of a query. Text comes as bytes, as that in a damaged file may be no text."""
+    place = f"file:{quote(str(source.resolve()))}?mode=ro&immutable=1"
+    try:
+        with contextlib.closing(sqlite3.connect(place, uri=True)) as database:
+            database.text_factory = bytes
+            yield from database.execute(command, values)
+    except sqlite3.Error as fault:
+        raise ValueError(
+            f"{source} is not one of TensorFlow Federated's SQLite files, or damaged: {fault}"
+        ) from None
