@@ -43,7 +43,7 @@ class ScoringConfig(EvaluationConfig):
     per_user: bool = field(default=False, metadata=REPETITION)
     """Score each test user alone at the end (FLAIR paper, Figure 5), in per_user.json."""
     few_shot_below: PositiveInt = field(default=20, metadata=REPETITION)
-    """Classes with fewer training images are reported separately as few-shot (FLAIR paper, 6.1)."""
+    """Classes with fewer training images are few-shot, reported separately (FLAIR paper, 6.1)."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -29,7 +29,7 @@ class DataConfig(ImageConfig):
     dataset: str = "street"
     """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
-    """A partition of the file, or a drawn one, such as iid-clients-5-seed-0; none: the file's users."""
+    """Partition of the file, or a drawn one: iid-clients-5-seed-0; none: the file's users."""
     taxonomy: str = "objects"
     """Name of the boxes in the file."""
     val_share: float = 0.0
