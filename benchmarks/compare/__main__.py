@@ -3,14 +3,19 @@
     python -m benchmarks.compare RUN_DIR... [--output_dir D] [--target 50]
                                  [--columns data.partition [--rows server.momentum ...]] [--names N.yaml]
 
-Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
-are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
-needs nothing but itself; compare.png with its charts, and charts/ with each as PNG, SVG and PDF; compare.csv
-with each number of each run; table.tex, a table for a paper; classes.tex, scores of each class, where runs
-have them of at most 40 classes. With --columns KEY also a table with a column for each of the key's values
-and a row for each method, on the page and as crossed.tex. Methods are settings with all their other keys, or
-with the values of the keys after --rows. N.yaml holds lines "label: name", for labels that are to have
-another name; groups and rows come in its order. LaTeX reads $...$ in such a name as mathematics.
+Folders are searched for runs. Runs that differ only in the seed are one group. Runs that have not ended are
+shown up to their last round, and the page says so. These files are written into D (default: compare):
+
+    compare.html    the page, in one file
+    compare.png     its charts; charts/ has each as PNG, SVG and PDF
+    compare.csv     each number of each run
+    table.tex       a table for a paper
+    classes.tex     scores of each class, if there are at most 40 classes
+    crossed.tex     with --columns KEY: a column for each value, a row for each method (on the page, too)
+
+Runs are of one method if all their other keys are equal; with --rows, only the keys given there. N.yaml holds
+lines "label: name" to rename labels; groups and rows are in its order. LaTeX reads $...$ in a name as
+mathematics.
 """
 
 from __future__ import annotations
@@ -143,11 +148,15 @@ def main(argv: Sequence[str]) -> None:
     parser = command_parser("compare", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, default=Path("compare"))
-    parser.add_argument("--target", type=float, help="a score in percent: when did each group reach it?")
-    parser.add_argument("--columns", metavar="KEY", help="a key: a table with a column for each value")
-    parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="keys that make its rows")
+    parser.add_argument("--target", type=float, help="a score in percent: show when each group reached it")
     parser.add_argument(
-        "--names", type=Path, metavar="YAML", help="names in place of labels, and their order"
+        "--columns", metavar="KEY", help="a key: also make a table with a column for each value"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", default=[], metavar="KEY", help="keys that define the rows of this table"
+    )
+    parser.add_argument(
+        "--names", type=Path, metavar="YAML", help="names to show for labels, and their order"
     )
     options = parser.read(argv)
     if options.target is not None and not 0 <= options.target <= 100:

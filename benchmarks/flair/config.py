@@ -31,7 +31,7 @@ class DataConfig(ImageConfig):
     binary_label: str | None = None
     """Name of the one label, of either taxonomy, to learn as a binary task; none: all labels."""
     partition: str = "user"
-    """Owners of the images: user, real ones; iid, as many of the mean size; iid-clients-10-seed-0 or such."""
+    """Owners of images. user: the real ones; iid: as many random ones of the mean size; or a name."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -39,11 +39,11 @@ class ScoringConfig(EvaluationConfig):
     """The schedule of scoring on val, the score that chooses the best model, and the scores at the end."""
 
     best_by: Literal["loss", "C-AP", "accuracy", "last"] = "loss"
-    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    """Score on val that chooses the best model, the earliest of equal ones; last: the last model."""
     per_user: bool = field(default=False, metadata=REPETITION)
     """Score each test user alone at the end (FLAIR paper, Figure 5), in per_user.json."""
     few_shot_below: PositiveInt = field(default=20, metadata=REPETITION)
-    """Training images below which a class is reported apart as few-shot (FLAIR paper, 6.1)."""
+    """Classes with fewer training images are few-shot, reported separately (FLAIR paper, 6.1)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -53,17 +53,17 @@ class PersonalConfig:
     num_epochs: NonNegativeInt = 0
     """Passes over a test user's images; 0: no fine-tuning."""
     learning_rate: PositiveFloat = 0.01
-    """Factor of a step, without unit, of all layers that are trained."""
+    """Learning rate of all layers that are trained, without unit."""
     batch_size: PositiveInt = 16
-    """Images of a step."""
+    """Number of images in a step."""
     max_grad_norm: PositiveFloat | None = 10.0
-    """Greatest L2 norm of each variable's gradient; none: no limit."""
+    """Maximum L2 norm of each variable's gradient; none: no limit."""
     train_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of a user's images to fine-tune on; the others are scored."""
     min_images: Annotated[int, Field(ge=2)] = 4
-    """Images below which a user is left out."""
+    """Users with fewer images are left out."""
     split_seed: NonNegativeInt = 0
-    """Seed of the split, apart from the run's, so that every run is scored on the same images."""
+    """Seed of the split, independent of the run's seed, so that all runs are scored on the same images."""
 
 
 PRIVACY_RULES: Mapping[str, Rule] = {

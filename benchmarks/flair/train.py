@@ -7,8 +7,8 @@ at a scale for a laptop. Any field of `benchmarks.flair.config` can be given as 
 or ``--section.field=value``; the command line wins over the YAML file.
 
 SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 finish the round (epoch, when centralised), write a checkpoint and exit
-with 75; a second signal abandons the round, and the run goes on from the checkpoint before. The same command
-goes on. Exit codes: 0 done, 2 a mistake of the user's in one line, 75 stopped by a signal.
+with 75. The same command resumes the run. A second signal abandons the round; then the run resumes from the
+checkpoint before. Exit codes: 0 done, 2 a mistake in the input, in one line, 75 stopped by a signal.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Write down what the model of a finished run says about images.
+"""Write the predictions of a finished run's model for images into a file.
 
     python -m benchmarks.predict RUN_DIR --images photo.jpg folder --output predictions.csv
     python -m benchmarks.predict RUN_DIR --split test --output predictions.csv
     python -m benchmarks.predict RUN_DIR --user ID --output predictions.csv
 
-Works with runs of every benchmark. Labels and classes give a CSV table with each class's probability; masks
-a folder of PNG files whose pixels are the classes' numbers, in the classes' colours; boxes a JSON list in
-COCO's format of results. Masks and boxes are of the image's own size.
-Without --images, the images are those of a split of the run's data file, with their users and their labels.
-With --user the model is that user's own, of a run whose users keep variables (fedper, ditto and others) and
-that was trained with --runtime.keep_checkpoints true; without --images and --split, the images are then those
-of the user's that it was scored on. In Python: `benchmarks.predict.trained` and `own_model`.
+Works with runs of every benchmark. Labels and classes give a CSV table with the probability of each class.
+Masks give a folder of PNG files, whose pixels are class numbers, in the classes' colours. Boxes give a JSON
+list in COCO's format of results. Masks and boxes have the image's own size.
+Without --images, the images are a split of the run's data file, with their users and their labels.
+With --user, the model is that user's personal model. The run must be personalised (fedper, ditto and others)
+and trained with --runtime.keep_checkpoints true. Without --images and --split, the images are then those on
+which the user was scored. In Python: `benchmarks.predict.trained` and `own_model`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Hyperparameter sweeps of any benchmark from wandb's YAML: by wandb's agent or, ``--local true``, no server.
+"""Hyperparameter sweeps of any benchmark, in wandb's YAML: by wandb's agent, or without a server.
 
     python -m benchmarks.sweep learning-rates --local true [--workers 2] [--devices cuda:0,cuda:1]
                                      [--sweep_dir D] [--count N] [--sweep_seed N] [--np N] [training keys]
-    python -m benchmarks.sweep learning-rates [--count N] [training keys]     registers it with wandb
-    python -m benchmarks.sweep ENTITY/PROJECT/SWEEP_ID [--count N]            helps with that one
+    python -m benchmarks.sweep learning-rates [--count N] [training keys]     registers the sweep with wandb
+    python -m benchmarks.sweep ENTITY/PROJECT/SWEEP_ID [--count N]            runs trials of that sweep
 
 A YAML without ``command`` runs the training of ``--program``: benchmarks.flair.train (the default), or
 that of visual_classification, fedcv.classification, fedcv.segmentation or fedcv.detection.
-A local sweep that was stopped goes on by the same command.
+The same command resumes a local sweep that was stopped.
 """
 
 from __future__ import annotations

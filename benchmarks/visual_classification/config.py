@@ -24,20 +24,20 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig(ImageConfig):
-    """Which images, and whose they are."""
+    """The images, and the users who own them."""
 
     dataset: str = "cifar10"
     """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
-    """One of the file's, or drawn: lda-0.5-clients-10-seed-0, -seed-run for the run's; none: the users."""
+    """A partition of the file, or a drawn one: lda-0.5-clients-10-seed-0 (or -seed-run); none: the users."""
     taxonomy: str = "labels"
-    """Labels to learn, of images that have one; fine_grained_labels, where a file has them."""
+    """Labels to learn, from images with exactly one; fine_grained_labels, if a file has them."""
     scored: Literal["test", "val"] = "test"
-    """Split that is scored over the rounds: test, which then chooses nothing, or val, which may choose."""
+    """Split that is scored over the rounds: test, by which no model is chosen, or val."""
     val_share: float = 0.1
-    """Share of each user's training images that become val where the file has none, for all seeds alike."""
+    """Share of each user's training images that becomes val if the file has none; the same for all seeds."""
     image_size: int = 32
-    """Side to which images are brought when read, in pixels."""
+    """Side to which images are resized when read, in pixels."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -45,7 +45,7 @@ class ScoringConfig(EvaluationConfig):
     """The schedule of scoring on val, and the score that chooses the best model."""
 
     best_by: Literal["loss", "accuracy", "last"] = "loss"
-    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    """Score on val that chooses the best model, the earliest of equal ones; last: the last model."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -7,7 +7,7 @@ file with label sets, of which the images with exactly one label take part. With
 data set is drawn and used at a scale for a laptop. Any field of `benchmarks.visual_classification.config` can
 be set by ``--section.field value``; the command line wins over the YAML file.
 
-A signal ends the run after its round with exit code 75 (`dataset.cli`); the same command goes on.
+A signal ends the run after its round with exit code 75 (`dataset.cli`); the same command resumes it.
 """
 
 from __future__ import annotations

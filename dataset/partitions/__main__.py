@@ -1,4 +1,4 @@
-"""Deal the training images of a file to clients, measure how unequal clients are, and store the partition.
+"""Assign a file's training images to clients, measure how unequal clients are, and store the partition.
 
     python -m dataset.partitions F                                        the partitions in the file
     python -m dataset.partitions F --partition lda=0.5,iid --clients 10   and partitions that would be drawn
@@ -44,12 +44,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("file", type=Path)
     written = f"draw these, with commas between them: {written_kinds()}; or KIND-NUMBER-clients-C-seed-S"
     add("--partition", default="", help=written)
-    add("--clients", type=int, help="of the partitions that are drawn (100)")
-    add("--seed", type=int, help="of the partitions that are drawn (0)")
-    add("--csv", type=Path, help="a partition by the columns image_id,user_id; its name is the file's")
+    add("--clients", type=int, help="number of clients of drawn partitions (100)")
+    add("--seed", type=int, help="seed of drawn partitions (0)")
+    add("--csv", type=Path, help="partition with the columns image_id,user_id; it gets the file's name")
     add("--taxonomy", help="the annotation that holds the classes (labels, or else the file's first)")
-    add("--output_dir", type=Path, help="for statistics.json and the figures")
-    add("--output_file", type=Path, help="a copy of the file that holds the new partitions too")
+    add("--output_dir", type=Path, help="folder for statistics.json and the figures")
+    add("--output_file", type=Path, help="copy of the file, with the new partitions")
     add("--overwrite", action="store_true", help="replace an existing output file; it may be the file itself")
     arguments = parser.read(argv)
     if not 0 <= (arguments.seed or 0) < 2**63:

@@ -26,8 +26,8 @@ SHOWN = 50
 """Clients whose images are counted class by class, for the picture."""
 MEANING = (
     "EMD: distance between a client's shares of the classes and those of all images, from 0 (equal) to 2,\n"
-    "the mean by images; at random: the EMD if these images were dealt at random to clients of these sizes;\n"
-    "size cv: standard deviation of the clients' sizes over their mean."
+    "the mean by images; at random: the EMD if images were assigned at random to clients of these sizes;\n"
+    "size cv: standard deviation of the clients' sizes divided by their mean."
 )
 """What the columns of `as_text` are."""
 

@@ -38,7 +38,7 @@ class NormBoundOptions:
     """Options of the norm bound."""
 
     bound: PositiveFloat = 1.0
-    """B, the greatest L2 norm of a user's update; a longer update is scaled down to it."""
+    """B, the maximum L2 norm of a user's update; a longer update is scaled down to it."""
 
     def __post_init__(self) -> None:
         if not BOUND_RANGE[0] <= self.bound <= BOUND_RANGE[1]:

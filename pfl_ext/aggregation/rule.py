@@ -40,7 +40,7 @@ class SpooledOptions:
     bucket_size: PositiveInt = 1
     """s, the size of the groups, drawn in each round, whose mean counts as one update; 1: single users."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for the updates of a round."""
+    """Most disk space, in GB, for the updates of a round."""
 
 
 @dataclass(frozen=True, config=STRICT)

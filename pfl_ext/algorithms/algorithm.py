@@ -1,4 +1,4 @@
-"""What every algorithm offers, and the algorithms by name.
+"""The interface of every algorithm, and the registry of algorithms by name.
 
 A new algorithm is one file in this folder with a class under ``@register("name")``: it is then chosen by
 ``federated.algorithm: name``, and each field of its ``options`` is set as ``federated.options.FIELD``, in
@@ -86,7 +86,7 @@ class Setup:
 
     @property
     def touched(self) -> int:
-        """The most users who train in one of the run's rounds."""
+        """The largest number of users who train in one round of the run."""
         return min(self.users.num_users, self.cohort_size * self.num_rounds)
 
 

@@ -1,4 +1,4 @@
-"""Averages in which a user with a greater loss has a greater weight: the common part of q-FFL and TERM.
+"""Averages in which a user with a larger loss has a larger weight: the common part of q-FFL and TERM.
 
 In a round every user i of the cohort S first computes its loss F_i at the model x that it received. F_i is
 the mean training loss over its images of this round, each cropped as in training. Then the user trains as in

@@ -84,7 +84,7 @@ class Clients:
     Args:
         context: the run's.
         trainer: trains one user, and declares its ``refusals``; None: FedAvg's local training.
-        loss: what users' steps lower in place of the task's loss, with FedAvg's local training otherwise.
+        loss: minimised by users' steps instead of the task's loss; all else is FedAvg's local training.
 
     Raises:
         ValueError: in a private run, since a mechanism bounds only one sum of updates in each round.

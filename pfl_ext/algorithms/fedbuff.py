@@ -66,7 +66,7 @@ class FedBuffOptions:
     staleness_weight: Literal["inverse_sqrt", "constant"] = "inverse_sqrt"
     """Weight s of an update that is tau server steps old: 1 / sqrt(1 + tau), or 1."""
     max_staleness: NonNegativeInt | None = None
-    """Greatest age in server steps at which an update is still used; none: all are used."""
+    """Maximum age in server steps at which an update is still used; none: all are used."""
 
 
 @dataclass

@@ -11,15 +11,15 @@ With the cohort S and weights w_i
 
     h <- h - alpha sum_S w_i (y_i - x) / sum_all w_i,      x <- sum_S w_i y_i / sum_S w_i - h / alpha.
 
-So h is always the weighted mean of all h_i. Training rests where all y_i are x and h is 0, and there the mean
-gradient is 0: at the optimum of ``sum_i w_i F_i / sum_i w_i``, also where the local steps end before theirs.
+So h is always the weighted mean of all h_i. At a fixed point of training all y_i are x and h is 0, so the
+mean gradient is 0. It is the optimum of ``sum_i w_i F_i / sum_i w_i``, even if local steps stop early.
 
 Differences from the paper and the authors' code:
 
 * In the paper all w_i are 1, which is ``federated.weighting users``. For weights by images the authors give
   user i ``alpha / w_i`` and average all alike; here alpha is the same, and both means are weighted.
 * The server's optimiser steps on ``sum_S w_i (y_i - x) / sum_S w_i - h / alpha``. The paper's step is that of
-  ``server.optimizer sgd`` with the rate 1 and no momentum. Others have the same points of rest.
+  ``server.optimizer sgd`` with the rate 1 and no momentum. Others have the same fixed points.
 * Local steps are SGD with the ``local`` keys. Weight decay is a part of F_i; clipping comes after both terms.
 
 alpha has the unit of F_i's curvature, loss by squared parameter; the authors' is 0.1 to 0.001. 0 is refused,
@@ -63,7 +63,7 @@ class FedDynOptions:
     alpha: PositiveFloat = 0.01
     """Weight of the term that holds a user near the server's model; the authors' is 0.1 to 0.001."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for the h_i, each of the size of a model, of all users that have taken part."""
+    """Most disk space, in GB, for the h_i, each as large as a model, of all users that have taken part."""
 
 
 @dataclass(frozen=True)

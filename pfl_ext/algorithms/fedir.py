@@ -32,7 +32,7 @@ class ImportanceOptions:
     reweight: Literal["none", "fedir"] = "none"
     """Weight of class k for user u; fedir: its share of all images over its share of u's (Hsu et al. 5.2)."""
     max_importance: PositiveFloat | None = None
-    """Greatest weight that FedIR gives; none: no limit."""
+    """Maximum weight in FedIR; none: no limit."""
 
 
 class ImportanceWeights:

@@ -79,7 +79,7 @@ class FedMAOptions:
     """Options of the matching."""
 
     passes: Annotated[int, Field(ge=0)] = 5
-    """Most times that all users' neurons are matched again, after the first matching of each."""
+    """Maximum number of further matchings of all users' neurons, after the first matching of each."""
     room: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each hidden layer that is empty at first, for neurons that only some users have."""
     sigma: Deviation = Belief.sigma

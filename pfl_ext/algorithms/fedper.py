@@ -32,7 +32,7 @@ class TunedOptions(KeptOptions):
     """Options for tuning a user before it is scored."""
 
     tune_epochs: NonNegativeInt = 0
-    """Epochs on a user's personal variables (or all, if it has none), only for its score and then undone."""
+    """Epochs of fine-tuning personal variables (or all, if none) before scoring a user; undone afterwards."""
 
 
 @dataclass(frozen=True, config=STRICT)

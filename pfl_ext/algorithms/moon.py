@@ -2,7 +2,7 @@
 had before (Li, He and Song 2021, "Model-Contrastive Federated Learning", arXiv 2103.16257, Algorithm 1).
 
 With z(w; x) the input of the network's last layer for an image x, w_t the server's model as the user received
-it and v_i the model with which the user ended its last round, local SGD lowers the mean over a batch of
+it and v_i the model with which the user ended its last round, local SGD minimises the mean over a batch of
 
     CE(w; x, y) - mu log( e^(a / tau) / (e^(a / tau) + e^(b / tau)) ),
     a = cos(z(w; x), z(w_t; x)),   b = cos(z(w; x), z(v_i; x)),
@@ -55,11 +55,11 @@ class MoonOptions(KeptOptions):
     """The term's weight and temperature."""
 
     mu: NonNegativeFloat = 1.0
-    """Weight of the term; the authors try 0.1, 1, 5 and 10, and take 5 for CIFAR-10 and 1 for CIFAR-100."""
+    """Weight of MOON's term; the authors try 0.1, 1, 5 and 10, and take 5 for CIFAR-10, 1 for CIFAR-100."""
     temperature: PositiveFloat = 0.5
     """Tau, by which cosines are divided; the authors'."""
     held_out: Fraction = 0.0
-    """Share of each user's images that is kept from its training, to score it; 0: no user is scored."""
+    """Share of each user's images that is held out from training, to score it; 0: no user is scored."""
 
 
 @register("moon")

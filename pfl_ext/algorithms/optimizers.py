@@ -72,11 +72,11 @@ class OptimizerConfig:
     """An optimiser, whose learning rate may differ between the head and the other layers."""
 
     optimizer: Annotated[str, AfterValidator(_known)] = "sgd"
-    """Name of the kind of step: sgd, adam, yogi, adagrad, or any other of pfl_ext/algorithms."""
+    """Name of the optimiser: sgd, adam, yogi, adagrad, or any other of pfl_ext/algorithms."""
     learning_rate: PositiveFloat = 1.0
-    """Factor of a step, without unit."""
+    """Learning rate, without unit."""
     head_rate_factor: PositiveFloat = 1.0
-    """Learning rate of the head (last layer, bottleneck, decoder) over that of the other layers."""
+    """Learning rate of the head (last layer, bottleneck, decoder) divided by that of the other layers."""
     beta1: Fraction = 0.9
     """Share of the first moment that a step keeps (all but sgd)."""
     beta2: Fraction = 0.999

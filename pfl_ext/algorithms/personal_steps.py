@@ -1,6 +1,7 @@
-"""Local SGD on some of a network's variables, where asked with a pull towards given weights or another loss.
+"""Local SGD on some of a network's variables, with an optional pull towards weights or another loss.
 
-Users who keep variables or a model of their own train so, in pfl's loop. The engine cannot make these steps.
+Users with personal variables or a personal model train in this way, in pfl's loop. The engine cannot make
+these steps.
 """
 
 from __future__ import annotations

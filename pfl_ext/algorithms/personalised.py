@@ -59,13 +59,13 @@ class KeptOptions:
     """Options of every algorithm whose users keep a state."""
 
     held_out: Fraction = 0.25
-    """Share of each user's images that is kept from its training, to score it; 0: no user is scored."""
+    """Share of each user's images that is held out from training, to score it; 0: no user is scored."""
     split_seed: NonNegativeInt = 0
     """Seed that chooses these images, independent of the run's seed and of the algorithm."""
     score_every: NonNegativeInt = 0
-    """Rounds between two scores of all users' own models, in metrics.jsonl; 0: only at the end."""
+    """Rounds between two scores of all users' personal models, in metrics.jsonl; 0: only at the end."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for the users' states, without old rows that the last two checkpoints still need."""
+    """Most disk space, in GB, for the users' states, without old rows that the last two checkpoints need."""
 
 
 class Personalised(ServerModelAlgorithm):

@@ -2,7 +2,7 @@
 (Dinh, Tran, Nguyen 2020, "Personalized Federated Learning with Moreau Envelopes", arXiv 2006.08848,
 Algorithm 1).
 
-The server's w lowers the mean of the users' Moreau envelopes,
+The server's w minimises the mean of the users' Moreau envelopes,
 ``min_theta F_i(theta) + lambda / 2 |theta - w|^2``. A user of a round starts with w_i = theta_i = w. For each
 minibatch D of its local training (R of them, those of ``local.num_epochs`` epochs)
 

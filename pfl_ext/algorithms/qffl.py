@@ -5,7 +5,7 @@ With a weight p_i of each user, the objective (equation 1) is
 
     f_q(x) = sum_i p_i F_i(x)^(q + 1) / (q + 1),
 
-which is FedAvg's for q = 0, and tends to the greatest user's loss for q to infinity. q-FedAvg (Algorithm 2)
+which is FedAvg's for q = 0, and tends to the largest loss of a user for q to infinity. q-FedAvg (Algorithm 2)
 minimises it. With L the Lipschitz constant of the gradients, and x_i user i's model after its local steps,
 
     D_i = L (x - x_i),   h_i = q F_i^(q - 1) |D_i|^2 + L F_i^q,   x <- x - sum_i F_i^q D_i / sum_i h_i.

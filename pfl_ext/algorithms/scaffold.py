@@ -82,7 +82,7 @@ class ScaffoldOptions:
     scaffold_correction: Correction | None = None
     """Place of the correction: in the gradient, before clipping, or after the step; none: gradient."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for the c_i, each of the size of a model, of all users that have taken part."""
+    """Most disk space, in GB, for the c_i, each as large as a model, of all users that have taken part."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ is revealed. The server's optimiser steps on that mean, as in FedAvg.
 
 Each number of the mean differs by at most ``U / (2 2^b sum w)`` from the exact mean of the clipped updates of
 U users, since each user rounds to nearest; a test computes this. Sums must not wrap around. A run is refused
-before it begins unless ``sum w C 2^b + U/2 <= (q - 1) / 2`` for the heaviest cohort that could be drawn.
+before it begins unless ``sum w C 2^b + U/2 <= (q - 1) / 2`` for the largest weight of a possible cohort.
 
 Masks come from the operating system's generator and not from the run's seed. They cancel exactly in the
 field, so the model is still a function of config and data: it is the same to the bit after a resume, and on

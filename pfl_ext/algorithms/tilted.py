@@ -3,11 +3,11 @@ arXiv 2007.01162, Sections 2 and 5).
 
 With a weight p_i of each user (sum 1), the objective is
 
-    R_t(x) = 1/t log sum_i p_i exp(t F_i(x)),
+    R_t(x) = 1/t log sum_i p_i exp(t F_i(x)).
 
-It tends to FedAvg's for t to 0, and to the greatest user's loss for t to infinity. With t < 0 users with a
-low loss have more weight, and users with wrong labels less. Its gradient (Lemma 1) is the mean of the users'
-gradients with the weights
+For t to 0 it tends to FedAvg's objective, and for t to infinity to the largest loss of a user. With t < 0
+users with a low loss have more weight, and users with wrong labels less. Its gradient (Lemma 1) is the mean
+of the users' gradients with the weights
 
     p_i exp(t F_i) / sum_j p_j exp(t F_j).
 

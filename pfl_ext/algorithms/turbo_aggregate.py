@@ -70,7 +70,7 @@ class TurboOptions(SecureSumOptions):
     """`SecureSumOptions` and those of the groups."""
 
     group_size: Annotated[int, Field(ge=2)] = 5
-    """Least size of a group. There are as many groups as it allows, and their sizes differ by at most 1."""
+    """Minimum size of a group. There are as many groups as it allows, and their sizes differ by at most 1."""
     lost_of: Literal["groups", "cohort"] = "groups"
     """Whether drop_out is a share of each group, or of the cohort. In the latter case a group may lose more
     than half of its users, which loses the round."""

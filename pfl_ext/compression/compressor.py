@@ -41,9 +41,9 @@ class FeedbackOptions:
     """
 
     error_feedback: bool = True
-    """Whether users keep what a message left out and add it to the next update; needs disk for each user."""
+    """Whether users add a message's error to their next update (error feedback); needs disk for each user."""
     max_state_gb: PositiveFloat = 16.0
-    """Most disk, in GB, for what users keep, without old rows that the last two checkpoints still need."""
+    """Most disk space, in GB, for the users' errors, without old rows that the last two checkpoints need."""
 
 
 class Compressor(ABC):

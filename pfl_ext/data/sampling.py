@@ -28,9 +28,9 @@ class BatchConfig(fedvc.VirtualOptions):
     batch_size: PositiveInt = 32
     """Number of images in a step."""
     max_images: PositiveInt | None = None
-    """Most images of a user that take part in a round; none: all."""
+    """Maximum number of a user's images that are used in a round; none: all."""
     cap: Literal["random", "first"] = "random"
-    """Which images of a user with more take part: drawn again in every round, or always the first."""
+    """Which images of a user with more are used: drawn again in every round, or always the first."""
     straddle: bool = False
     """Whether batches continue across the end of an epoch, so that only a user's last one may be smaller."""
     shuffle: bool = True

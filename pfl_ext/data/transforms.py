@@ -48,7 +48,7 @@ class AugmentConfig:
     crop: Crop = "crop"
     """crop: a square of model.input_size; padded: from an image with a border; resized: any part, scaled."""
     flip: Flip = "none"
-    """Mirrored left to right with probability 1/2; both: also upside down with probability 1/2."""
+    """horizontal: flipped left to right with probability 1/2; both: also upside down with probability 1/2."""
     padding: Padding = "zero"
     """Border for padded crops. zero: black; reflect: the image mirrored at its outermost pixels."""
     views: Annotated[int, Field(ge=1, le=MOST_VIEWS)] | None = None

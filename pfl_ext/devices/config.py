@@ -55,7 +55,7 @@ def _device_class(name: str, values: Any) -> DeviceClass:
 
 @dataclass(frozen=True, config=STRICT)
 class DevicesConfig:
-    """Slow and unreliable devices; any of these keys gives them, and ``--devices none`` takes them away."""
+    """Slow and unreliable devices. Any of these keys turns them on; ``--devices none`` turns them off."""
 
     classes: Mapping[str, Any] | None = None
     """Speeds by name, each with share, ms_per_sample, kbps_up, kbps_down; none: there is no clock."""
@@ -78,7 +78,7 @@ class DevicesConfig:
     late: Late = "wait"
     """Users who miss the deadline, and stragglers: wait for them, drop them, or take their partial work."""
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """Number of users asked over the cohort's size; the first to report are kept. 1: no more than needed."""
+    """Number of selected users over the cohort's size; the first to report are kept. 1: no extra users."""
     stragglers: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of each cohort that has time for 1 to local.num_epochs - 1 epochs, drawn each round (FedProx)."""
 

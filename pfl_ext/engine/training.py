@@ -33,11 +33,11 @@ class LocalSGDConfig(DecayConfig):
     learning_rate: PositiveFloat = 0.1
     """Learning rate of a user's steps, without unit."""
     head_rate_factor: PositiveFloat = 1.0
-    """Learning rate of the head (last layer, bottleneck, decoder) over that of the other layers."""
+    """Learning rate of the head (last layer, bottleneck, decoder) divided by that of the other layers."""
     max_grad_norm: PositiveFloat | None = None
-    """Greatest L2 norm of a gradient, above which it is scaled down to it; none: no limit."""
+    """Gradients with a larger L2 norm are scaled down to this norm; none: no limit."""
     clip_by: Literal["variable", "global"] = "global"
-    """Whether `max_grad_norm` limits each variable's gradient by itself, or all of them together."""
+    """Whether `max_grad_norm` limits the gradient of each variable, or of all variables together."""
     momentum: Fraction = 0.0
     """Share of the last step's direction that a step keeps; it starts from 0 in every round."""
     weight_decay: NonNegativeFloat = 0.0

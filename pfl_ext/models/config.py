@@ -37,7 +37,7 @@ class ModelConfig:
     keep_head: bool = False
     """Whether the last layer of the weights file is used too; false: it is a new one."""
     groups: PositiveInt = 32
-    """Most groups of a GroupNorm; it has the largest number up to this that divides the channels."""
+    """Maximum number of groups of a GroupNorm; the largest divisor of the channels up to this is used."""
     channel_norm: ChannelNorm = "group"
     """Norm without parameters, in networks with one: over an image's groups, or by all training images."""
     bottleneck: PositiveInt | None = None
@@ -49,7 +49,7 @@ class ModelConfig:
     parties: Annotated[int, Field(ge=2, le=4, multiple_of=2)] | None = None
     """Number of parties, each with a network for its part of the image: 2 halves, 4 quadrants; none: one."""
     trained: Trained = "all"
-    """What is trained besides last layer, bottleneck, decoder; head, two_layers: nothing; lora: adapters."""
+    """Trained in addition to last layer, bottleneck, decoder; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
     """Number of blocks before the last layer that are trained (residual blocks; layers of small networks)."""
     feature_format: FeatureFormat = "float32"
@@ -65,7 +65,7 @@ class ModelConfig:
     genotype: str | None = None
     """Edges of a derived DARTS network's cells: the path of a search's results.json, or the text in it."""
     init: Init = "torchvision"
-    """Distribution of first weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
+    """Distribution of initial weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False
     """Whether the network's own dropout and stochastic depth act in training; false: they are left out."""
 

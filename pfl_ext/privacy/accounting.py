@@ -101,7 +101,7 @@ class PrivacyConfig:
     indicator_std_fraction: Annotated[float, Field(gt=0, le=LARGEST_MULTIPLIER)] = 0.05
     """Standard deviation of the noise on the share of unclipped users, which uses budget (adaptive)."""
     accountant: Accountant = "pld"
-    """Arithmetic of epsilon: privacy loss distributions, or Renyi differential privacy."""
+    """Accountant of epsilon: privacy loss distributions, or Renyi differential privacy."""
     sampler: Sampler = "poisson"
     """How cohorts are drawn: see `pfl_ext.privacy.epsilon`."""
     band: PositiveInt = 1

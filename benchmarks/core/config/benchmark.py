@@ -148,8 +148,8 @@ class Benchmark(Generic[C_co]):
     @cached_property
     def _command_line(self) -> CommandLine:
         shipped = f"A YAML file, or a shipped config: {', '.join(self.settings)}. By default {self.default}."
-        recipe = f"Sets of switches, as A or A+B: {', '.join(self.recipes)}."
-        scale = f"Laid over a config for little data on a CPU: {', '.join(self.scales)}."
+        recipe = f"Named sets of values, as A or A+B: {', '.join(self.recipes)}."
+        scale = f"Changes of a config for little data on a CPU: {', '.join(self.scales)}."
         return CommandLine(
             build(self.kind, self.protocol, "the protocol"),
             {"config": shipped, "recipe": recipe, "scale": scale},

@@ -65,13 +65,13 @@ class Options(BaseSettings):
     data_path: str | None = None
     """HDF5 file that this benchmark's download_preprocess wrote."""
     run_dir: str | None = None
-    """Directory of the run's files; {digest} in it stands for the config. By default one in runs/."""
+    """Directory of the run's files; {digest} is replaced by the config's digest. By default one in runs/."""
     weights: str | None = None
-    """File of pretrained weights (.pth or .safetensors). By default those known of the network."""
+    """File of pretrained weights (.pth or .safetensors). By default the network's known weights."""
     extend: str | None = None
-    """Folder of a shorter run of this config, from whose end to go on (made with keep_checkpoints)."""
+    """Folder of a shorter run of this config to continue (made with keep_checkpoints)."""
     resume: str = "auto"
-    """auto: go on from the directory's checkpoint. never: refuse a directory in use."""
+    """auto: resume from the directory's checkpoint. never: refuse a directory in use."""
     recipe: str | None = None
     scale: str | None = None
 

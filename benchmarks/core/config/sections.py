@@ -44,12 +44,12 @@ class ImageConfig:
     """What is read; each benchmark adds its own fields."""
 
     image_size: PositiveInt = 256
-    """Side to which images are brought when read, in pixels."""
+    """Side to which images are resized when read, in pixels."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ModelSection(ModelConfig):
-    """The network, and the file of its first weights."""
+    """The network, and the file of its initial weights."""
 
     init: Annotated[Init, by_today("model.init")] = "torchvision"
     weights_sha256: str | None = None
@@ -58,10 +58,10 @@ class ModelSection(ModelConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class AugmentSection(AugmentConfig):
-    """How a training image and its label are changed; scores are without it."""
+    """Augmentation of training images and labels; scores are computed without it."""
 
     label_smoothing: Fraction = 0.0
-    """Share of a label, or of each pixel's class, that all classes get alike; 0 for multi-label tasks."""
+    """Share of a label, or of a pixel's class, that is spread over all classes; 0 for multi-label tasks."""
     cutout: PositiveInt | None = None
     """Side of a square that is hidden at a random place of each image, in pixels; none: nothing is hidden."""
 
@@ -84,7 +84,7 @@ class ChoosingSection:
 
     registry: ClassVar[Registry[Any]]
     options: Mapping[str, Any] | None = None
-    """Values of the options that the chosen thing declares itself, listed at the end; none: it has none."""
+    """Options of the chosen algorithm, optimiser or kind, listed at the end of this help; none: no option."""
 
     def __post_init__(self) -> None:
         kind, where = self.chosen.options, f"{self.registry.key.partition('.')[0]}.options"
@@ -153,7 +153,7 @@ class FederatedConfig(ChoosingSection, ScaffoldOptions, ProximalOptions, Importa
 
 @dataclass(frozen=True, config=STRICT)
 class CompressionSection(ChoosingSection):
-    """How users make their updates small before they send them."""
+    """Compression of users' updates before they are sent."""
 
     registry = COMPRESSORS
     kind: str = PLAIN
@@ -162,7 +162,7 @@ class CompressionSection(ChoosingSection):
 
 @dataclass(frozen=True, config=STRICT)
 class AggregationSection(ChoosingSection):
-    """How the server makes one update of those of a round."""
+    """How the server combines the updates of a round."""
 
     registry = RULES
     kind: str = MEAN
@@ -171,7 +171,7 @@ class AggregationSection(ChoosingSection):
 
 @dataclass(frozen=True, config=STRICT)
 class AttackSection(ChoosingSection):
-    """What simulated attackers do, to see what a rule of aggregation is worth."""
+    """Simulated attackers, to test rules of aggregation."""
 
     registry = ATTACKS
     kind: str = HONEST
@@ -187,19 +187,19 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
     num_epochs: PositiveInt = 10
     """Passes over all images."""
     batch_size: PositiveInt = 64
-    """Images of a step."""
+    """Number of images in a step."""
     optimizer: Literal["adam", "sgd"] = "sgd"
-    """Kind of step: adam with epsilon as Keras has it, or gradient descent with momentum."""
+    """Optimiser: adam with epsilon as in Keras, or gradient descent with momentum."""
     learning_rate: PositiveFloat = 0.1
-    """Factor of a step, without unit."""
+    """Learning rate, without unit."""
     weight_decay: NonNegativeFloat = 0.0
     """Multiple of the parameters that is added to their gradient."""
     max_grad_norm: PositiveFloat | None = None
-    """Greatest L2 norm of each variable's gradient; none: no limit."""
+    """Maximum L2 norm of each variable's gradient; none: no limit."""
     warmup_epochs: NonNegativeInt = 0
     """Epochs until the learning rate is that of its schedule."""
     warmup_learning_rate: NonNegativeFloat = 0.0
-    """Rate of the first epoch of a warm-up, from which it goes straight up to `learning_rate`."""
+    """Learning rate of the first epoch of a warm-up; then it rises linearly to `learning_rate`."""
 
     def scheduled(self, rate: float, step: int, num_steps: int) -> float:
         """The learning rate in epoch 0, 1, ...; after a warm-up that of `ScheduleConfig.scheduled`.
@@ -243,23 +243,23 @@ class EvaluationConfig:
     every_epochs: PositiveInt = 1
     """Epochs between two scores of val (centralised)."""
     best_by: str = "loss"
-    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    """Score on val that chooses the best model, the earliest of equal ones; last: the last model."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class PrivacySection(PrivacyConfig):
-    """Central differential privacy; any of these keys gives it, and ``--privacy none`` takes it away."""
+    """Central differential privacy. Any of these keys turns it on; ``--privacy none`` turns it off."""
 
     noise: Annotated[Noise, by_today("privacy.noise")] = "calibrated"
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
     release: Literal["full", "public"] = field(default="full", metadata=REPETITION)
-    """What is written and tracked: also exact figures, for research; or only what privacy covers."""
+    """What is written and tracked. full: also exact figures, for research; public: what privacy covers."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class LocalPrivacySection(LocalPrivacyConfig):
-    """Local differential privacy, every update noised on its device; ``--local_privacy none``: not so."""
+    """Local differential privacy: noise on each update, on its device; ``--local_privacy none``: off."""
 
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
@@ -276,7 +276,7 @@ class TrainingConfig:
     mode: Literal["federated", "centralised"] = "federated"
     """Training on users in rounds, or on all images in one place."""
     seed: NonNegativeInt = field(default=0, metadata=REPETITION)
-    """Seed of first weights, cohorts, crops and order. If given, a private run's noise is public, too."""
+    """Seed of initial weights, cohorts, crops and order. If given, the noise of a private run is public."""
     data: ImageConfig = field(default_factory=ImageConfig)
     model: ModelSection = field(default_factory=ModelSection)
     augment: AugmentSection = field(default_factory=AugmentSection)
@@ -295,7 +295,7 @@ class TrainingConfig:
     devices: DevicesConfig | None = None
     """The users' devices; none: every user does all its work, in no time."""
     own_code: str | None = None
-    """Digest of your own files (FL_IMPORT) that the run is computed by, which is filled in."""
+    """Digest of your own files (FL_IMPORT) that the run uses; it is filled in automatically."""
 
     @property
     def is_private(self) -> bool:
@@ -335,20 +335,20 @@ class TrainingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Runtime:
-    """How a run is carried out. Results do not depend on it beyond floating-point tolerance."""
+    """How a run is computed. Results do not depend on it beyond floating-point tolerance."""
 
     device: str = "auto"
-    """Device as torch names it (cpu, cuda:0); auto: the best that there is."""
+    """Device as torch names it (cpu, cuda:0); auto: the best available."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of local training; sums over users, norms and noise are float32 or better."""
     engine: Literal["fast", "stock"] = "fast"
-    """fast trains a cohort's users together (pfl_ext/engine), stock by pfl's own loop."""
+    """fast: the engine trains a cohort's users together (pfl_ext/engine); stock: pfl's own loop."""
     cpu_kernels: bool = True
     """Use convolutions and norms compiled at the first start (fast engine, CPU with a C++ compiler)."""
     lanes: PositiveInt | None = None
     """Users that the fast engine trains at a time; none: one for each CPU thread, 4 on a GPU."""
     deterministic: bool = False
-    """On a GPU, take algorithms that repeat a run bit for bit, where torch has them; slower."""
+    """On a GPU, use torch's deterministic algorithms, if it has them, to repeat a run bit for bit; slower."""
     check_engine: bool = True
     """On a GPU, compare the fast engine with pfl's loop on a few users before the first round."""
     tune: bool | None = None
@@ -358,13 +358,13 @@ class Runtime:
     threads: PositiveInt | None = None
     """CPU threads of torch in one process; none: torch's own choice."""
     reader_threads: PositiveInt = 2
-    """Threads that read and decode images (of each lane, at first: more on a GPU whose lanes wait)."""
+    """Threads that read and decode images, for each lane at the start; more on a GPU whose lanes wait."""
     prefetch: NonNegativeInt = 8
     """Users (batches, when centralised) that are read ahead."""
     cache_gb: NonNegativeFloat = 4.0
     """Memory for decoded images of all splits together, in GB."""
     cache_features: bool = True
-    """Keep what frozen layers give for an image, where it never changes: on disk, or for a round."""
+    """Cache the output of frozen layers for images that do not change: on disk, or for a round."""
     checkpoint_every: PositiveInt = 20
     """Rounds (epochs, when centralised) between two checkpoints."""
     checkpoint_minutes: PositiveFloat = 2.0
@@ -380,7 +380,7 @@ class Runtime:
     worker_timeout_s: PositiveFloat = 120.0
     """Seconds without progress of one worker after which the job ends on all of them."""
     track: Literal["none", "wandb", "tensorboard"] = "none"
-    """Another place where the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
+    """Tracker to which the lines of metrics.jsonl are sent; wandb is offline if there is no key."""
     project: str = "flair"
     """Project of the wandb run."""
     entity: str | None = None

@@ -24,20 +24,20 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig(ImageConfig):
-    """Which images, and whose they are."""
+    """The images, and the users who own them."""
 
     dataset: str = "street"
     """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
-    """One of the file's, or to be drawn, as iid-clients-5-seed-0; none: the file's users."""
+    """Partition of the file, or a drawn one: iid-clients-5-seed-0; none: the file's users."""
     taxonomy: str = "objects"
     """Name of the boxes in the file."""
     val_share: float = 0.0
-    """Share of each user's training images that become val, for a file without val; 0: the file's val."""
+    """Share of each user's training images that becomes val, for a file without val; 0: the file's val."""
     scored: Literal["val", "test"] = "val"
-    """What is scored over the rounds; test chooses nothing, and val is not needed."""
+    """Split that is scored over the rounds; test: no model is chosen by it, and val is not needed."""
     image_size: int = 192
-    """Side to which images are brought when read, in pixels; boxes follow."""
+    """Side to which images are resized when read, in pixels; boxes follow."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -45,9 +45,9 @@ class ScoringConfig(EvaluationConfig):
     """The schedule of scoring, and the score of val that chooses the best model."""
 
     best_by: Literal["loss", "mAP", "mAP50", "last"] = "mAP50"
-    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    """Score on val that chooses the best model, the earliest of equal ones; last: the last model."""
     per_user: bool = field(default=True, metadata=REPETITION)
-    """Score each user of test alone at the end, in per_user.json; of val, where test belongs to one user."""
+    """Score each test user alone at the end, in per_user.json; val users if test belongs to one user."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -7,7 +7,7 @@ data set is drawn with a box around each of its shapes, and used at a scale for 
 `benchmarks.fedcv.detection.config` can be set by ``--section.field value``; the command line wins over the
 YAML file.
 
-A signal ends the run after its round with exit code 75 (`dataset.cli`); the same command goes on.
+A signal ends the run after its round with exit code 75 (`dataset.cli`); the same command resumes it.
 """
 
 from __future__ import annotations

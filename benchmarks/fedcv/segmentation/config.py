@@ -24,18 +24,18 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig(ImageConfig):
-    """Which images, and whose they are."""
+    """The images, and the users who own them."""
 
     dataset: str = "camvid"
     """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
-    """One of the file's, or to be drawn, as windows-clients-12-seed-0; none: the file's users."""
+    """Partition of the file, or a drawn one: windows-clients-12-seed-0; none: the file's users."""
     taxonomy: str = "mask"
     """Name of the masks in the file."""
     val_share: float = 0.0
-    """Share of each user's training images that become val, for a file without val; 0: the file's val."""
+    """Share of each user's training images that becomes val, for a file without val; 0: the file's val."""
     image_size: int = 128
-    """Side to which images and masks are brought when read, in pixels."""
+    """Side to which images and masks are resized when read, in pixels."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -43,7 +43,7 @@ class ScoringConfig(EvaluationConfig):
     """The schedule of scoring on val, and the score that chooses the best model."""
 
     best_by: Literal["loss", "mIoU", "last"] = "mIoU"
-    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    """Score on val that chooses the best model, the earliest of equal ones; last: the last model."""
     per_user: bool = field(default=True, metadata=REPETITION)
     """Score each test user alone at the end, in per_user.json."""
 

@@ -31,7 +31,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_emnist_has_its_pixels_classes_writers_and_splits(tmp_path: Path) -> None:
-    """Of two sets of splits the one that was asked for; a writer is in both of its splits."""
+    """The set of splits that was asked for is read; a writer is in both of its splits."""
     splits = {"all_train": TRAIN, "all_test": TEST, "digits_only_train": {"f0000_14": range(20, 21)}}
     path = write_sqlite(tmp_path / "emnist_all.sqlite", splits)
     output = convert(f"tff --source {path} --prefix all", tmp_path / "f.hdf5")
