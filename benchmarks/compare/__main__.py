@@ -40,7 +40,7 @@ from dataset.files import write_bytes
 from dataset.pages import Html, join, section, tag
 
 WRITTEN = ".compare"
-"""The file with the names of the files that a comparison wrote: the next one removes those that it does not."""
+"""The file with the names of the files that a comparison wrote; the next one removes what it has not."""
 EXPLANATION = (
     "Numbers are means over the finished runs of a group, ± their standard deviation (n − 1) where there are "
     "several. Scores are in percent. Runs of one group differ by their seed alone: config, data and first "

@@ -150,7 +150,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         raise ValueError(f"--run_dir {directory} is a file: choose another")
     if is_main():
         probe(data_path)
-    with DataFile(data_path) as file:
+    with DataFile(data_path, check_images=config.is_private) as file:  # whose noise is for these images
         experiment = kind(run, file)
         files = RunDirectory(run, directory, file)
         results = files.finished()

@@ -22,7 +22,8 @@ def check_private_data(experiment: Experiment[Any]) -> None:
     * With ``privacy.release: public``, classes that were found in the images: a class that one user alone has
       would give that user away.
     * So many users that ``local_privacy.delta`` would allow that one of them is published outright.
-    * A file that was changed in place: a run that goes on would release other data with the same noise.
+    * A file that was changed in place: a run that goes on would release other data with the same noise. Its
+      images are checked when they are read (`DataFile`).
     * First weights that another run of ours trained on this data, whose budget is not counted here, if it has
       one. A private run with ``privacy.release: public`` names no data in its model, so that its own model is
       not recognised.

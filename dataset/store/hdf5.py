@@ -60,6 +60,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,19 +73,24 @@ from dataset.store.annotations import LabelMatrix, Masks, has_background, presen
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_split
-from dataset.store.native import NativeReader, damaged, is_native, opened
+from dataset.store.native import NativeReader, StoredImages, damaged, is_native, opened
 
 
 class DataFile:
     """Reads a file. Cheap to construct; may be shared by threads, forked, and pickled (as its path).
+
+    Args:
+        path: of the file.
+        check_images: whether an image that is read must be the one that was stored, by its checksum. A
+            predecessor's file has none.
 
     Raises:
         ValueError: one line, if the file is missing, no HDF5, truncated, of an unknown layout, or newer than
             this code.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, check_images: bool = False) -> None:
+        self.path, self._check_images = Path(path), check_images
         self.reader = _reader(self.path)
         self.splits = self.reader.splits
         """The splits that the file holds."""
@@ -176,7 +182,7 @@ class DataFile:
         same time; decoding then runs in parallel.
         """
         rows = np.asarray(rows, np.int64)
-        stored = self.reader.stored(split, rows)
+        stored = self._stored(split, rows)
         if isinstance(stored, np.ndarray):
             return resize(stored, image_size)
         out = np.empty((len(rows), image_size, image_size, 3), np.uint8)
@@ -187,6 +193,16 @@ class DataFile:
                 else:
                     out[i] = resize(image[None], image_size)[0]
         return out
+
+    def _stored(self, split: str, rows: IntArray) -> StoredImages:
+        stored = self.reader.stored(split, rows)
+        if self._check_images and isinstance(self.reader, NativeReader):
+            checksums = self.reader.checksums(split)
+            for row, image in zip(rows, stored):
+                if zlib.crc32(image) != checksums[row]:
+                    with self._named(split, row):
+                        raise ValueError("it does not agree with its checksum")
+        return stored
 
     def read_masks(self, split: str, rows: IntArray, name: str, side: int) -> ByteArray:
         """The masks of an annotation at these rows, ``[len(rows), S, S]`` class numbers with S = ``side``.
@@ -207,7 +223,7 @@ class DataFile:
     def read_own(self, split: str, rows: IntArray) -> list[ByteArray]:
         """The images at these rows, ``[H, W, 3]`` RGB uint8 each, in the size at which each is stored."""
         rows = np.asarray(rows, np.int64)
-        stored = self.reader.stored(split, rows)
+        stored = self._stored(split, rows)
         out = []
         for row, image in zip(rows, stored):
             with self._named(split, row):
@@ -236,8 +252,8 @@ class DataFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type[DataFile], tuple[Path]]:
-        return DataFile, (self.path,)
+    def __reduce__(self) -> tuple[type[DataFile], tuple[Path, bool]]:
+        return DataFile, (self.path, self._check_images)
 
 
 def _reader(path: Path) -> NativeReader | ForeignReader:

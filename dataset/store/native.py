@@ -315,6 +315,10 @@ class NativeReader:
         """The offset of each image in ``images``, in bytes, ``[N + 1]``."""
         return self._column(split, "image_offsets")
 
+    def checksums(self, split: str) -> IntArray:
+        """The CRC-32 of each image as it was stored, ``[N]``."""
+        return self._column(split, "image_crc32")
+
     def stored(self, split: str, rows: IntArray) -> StoredImages:
         """The images at these rows as stored; neighbouring rows are read at once."""
         breaks = np.flatnonzero(np.diff(rows) != 1) + 1

@@ -23,7 +23,7 @@ from dataset.store.index import owner
 from pfl_ext import checkpoint
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
-from tests.benchmarks.conftest import TINY, train_into
+from tests.benchmarks.conftest import TINY, killed_at, train_into
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.run_files import error_line, results
 from tests.benchmarks.sparing import sparingly
@@ -96,12 +96,12 @@ def test_clients_of_a_drawn_partition_are_other_owners(tmp_path: Path, photos: P
         assert run(main, (*more, *TWO_USERS, *private, *where)) == 0
 
 
-def numbered(photos: Path, folder: Path) -> Path:
+def numbered(photos: Path, folder: Path, how: str = BY_USERS) -> Path:
     """A file whose users are called 0 to 5, each in one split."""
     places = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.*"))
     lines = [f"{place},{number % 6},{CLASSES[number % 3]}" for number, place in enumerate(places)]
     (folder / "labels.csv").write_text("\n".join(["path,client,label", *lines]))
-    words = f"folder --images {photos} --labels {folder / 'labels.csv'} {BY_USERS}"
+    words = f"folder --images {photos} --labels {folder / 'labels.csv'} {how}"
     return convert(words, folder / "numbers.hdf5")
 
 
@@ -196,6 +196,29 @@ def test_a_file_that_was_changed_in_place_is_refused(
     capsys.readouterr()
     train_into(tmp_path / "run", changed, *PRIVATE, "--federated.cohort_size=1", code=2)
     assert "train/annotations/labels/classes does not agree with its checksum" in error_line(capsys)
+
+
+@pytest.mark.parametrize("storage", ["raw", "jpeg"])
+def test_images_that_were_changed_in_place_are_not_trained_on(
+    storage: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A private run that was killed would put the noise of its rounds onto other images."""
+    words = BY_USERS.replace("--storage=raw --image_size=20", f"--storage={storage}")
+    changed = numbered(photos, tmp_path, words)
+    private = (*PRIVATE, *TWO_USERS, *PUBLIC[1:], "--runtime.checkpoint_every=9")
+    with killed_at(1):
+        train_into(tmp_path / "run", changed, *private, code=130)
+    with h5py.File(changed, "r+") as file:
+        pixels = file["train/images"][()]
+        pixels[..., -1] ^= 1  # of an image as a JPEG, its last byte
+        file["train/images"][...] = pixels
+    capsys.readouterr()
+    train_into(tmp_path / "run", changed, *private, code=2)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: image ")
+    assert "it does not agree with its checksum; check the file with python -m dataset.store" in said
+    if storage == "raw":
+        train_into(tmp_path / "plain", changed, "--federated.cohort_size=1", "--federated.num_rounds=1")
 
 
 def test_one_label_of_a_file_with_one_class_an_image(photos: Path, tmp_path: Path) -> None:
