@@ -188,6 +188,14 @@ def checksum(array: npt.NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
+def _group(file: h5py.File, name: str) -> h5py.Group:
+    """A group of an untrusted file; ValueError if it is none."""
+    found = member(file, name)
+    if not isinstance(found, h5py.Group):
+        raise ValueError(f"{name} is no group")
+    return found
+
+
 def content_checksum(file: h5py.File) -> str:
     """SHA-256 over header, index, label mappings and image checksums: the same data, the same value.
 
@@ -202,9 +210,11 @@ def content_checksum(file: h5py.File) -> str:
     )
     for split in sorted(set(file) - {"metadata"}):
         groups = ("images", PARTITIONS, ANNOTATIONS)
-        names += [f"{split}/{name}" for name in sorted(file[split]) if name not in groups]
-        for annotation, leaves in sorted(file[split].get(ANNOTATIONS, {}).items()):
-            names += [f"{split}/{ANNOTATIONS}/{annotation}/{leaf}" for leaf in sorted(leaves)]
+        names += [f"{split}/{name}" for name in sorted(_group(file, split)) if name not in groups]
+        held = f"{split}/{ANNOTATIONS}"
+        for annotation in sorted(_group(file, held)) if ANNOTATIONS in file[split] else ():
+            leaves = _group(file, f"{held}/{annotation}")
+            names += [f"{held}/{annotation}/{leaf}" for leaf in sorted(leaves)]
         parts = [f"{split}/{PARTITIONS}/{name}" for name in partition_names(file[split])]
         names += [f"{part}/{leaf}" for part in parts for leaf in PARTITION_COLUMNS]
     for name in names:

@@ -95,6 +95,9 @@ def describe(file: DataFile) -> str:
     num_classes = len(next(iter(file.reader.label_mappings.values()), {}))  # to which partitions refer
     for name in file.splits:
         split = file.split(name)
+        if not split.num_images:
+            lines.append(f"{name:>6}: no images")
+            continue
         images = np.bincount(split.user_index, minlength=split.num_users)
         elements = {
             key: len(found) if isinstance(found, Masks) else int(found.counts().sum())
@@ -176,6 +179,9 @@ def _check_columns(file: h5py.File, reader: NativeReader | ForeignReader) -> Non
         images = dataset(group, "images")
         if images.dtype != np.uint8:
             raise ValueError(f"{split}/images has type {images.dtype}, not uint8")
+        size = reader.image_size
+        if size is not None and images.shape != (len(group["image_ids"]), size, size, 3):
+            raise ValueError(f"{split}/images has the wrong shape")
 
 
 def _check_content(file: h5py.File, reader: NativeReader | ForeignReader) -> None:
@@ -189,8 +195,6 @@ def _check_images(content: h5py.File, file: DataFile, name: str) -> None:
     group, count = content[name], len(content[name]["image_ids"])
     if len(group["image_crc32"]) != count:
         raise ValueError(f"{name}/image_crc32 has the wrong length")
-    if file.image_size and group["images"].shape != (count, file.image_size, file.image_size, 3):
-        raise ValueError(f"{name}/images has the wrong shape")
     crc, index = group["image_crc32"][()], file.split(name)
     masks = [found for found in index.annotations.values() if isinstance(found, Masks)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import re
 import signal
@@ -12,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -20,14 +22,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataset.cli import run
+from dataset.flair.mini import MiniSpec, write_mini
 from dataset.store import probe
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_index
 from dataset.store.native import checksum
-from dataset.store.validate import main, validate
+from dataset.store.validate import describe, main, validate
 from tests.dataset.drawn import label_rows
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
+
+SMALL = MiniSpec(train_users=3, val_users=2, test_users=2, image_size=16, num_fine_labels=20)
 
 
 def rejected(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -307,9 +312,21 @@ def no_mapping(file: h5py.File) -> None:
     del file["metadata/label_mapping"]
 
 
+def something_else(file: h5py.File) -> None:
+    file["notes"] = np.arange(3)
+
+
+def no_utf8(file: h5py.File) -> None:
+    ids = file["train/user_ids"][()]
+    ids[0] = b"\xff"
+    put(file, "train/user_ids", ids)
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
+        (something_else, "notes is no group"),
+        (no_utf8, r"split train: a user has the id b'\xff', which is no UTF-8"),
         (offsets_fall, "split train: user_offsets do not rise"),
         (image_offsets_fall, "train/image_offsets do not rise"),
         (label_out_of_range, r"split val: a label index of labels is out of range (0..1)"),
@@ -342,3 +359,40 @@ def test_what_is_no_such_file_is_said_in_one_line(tmp_path: Path, capsys: pytest
         file["x"] = 1
     assert "none of the layouts" in rejected(tmp_path / "other.hdf5", capsys)
     assert "no file" in rejected(tmp_path, capsys)
+
+
+def test_the_size_of_images_is_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A larger one would be asked of the memory."""
+    path = write(tmp_path / "f.hdf5", "raw")
+    with h5py.File(path, "r+") as file:
+        file.attrs["image_size"] = 10**9
+    assert "train/images has the wrong shape" in rejected(path, capsys)
+
+
+def test_annotations_that_are_no_group_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mini(path := tmp_path / "f.hdf5", SMALL)
+    with h5py.File(path, "r+") as file:
+        file["train/annotations"] = np.arange(3)
+    assert "train/annotations is no group" in rejected(path, capsys)
+
+
+def test_a_split_without_images_is_described(tmp_path: Path) -> None:
+    write_mini(tmp_path / "f.hdf5", SMALL)
+    with DataFile(tmp_path / "f.hdf5") as file:
+        index = file.split("val")
+        nothing = np.arange(0)
+        empty = dataclasses.replace(
+            index,
+            user_ids=index.user_ids[:0],
+            user_offsets=nothing,
+            user_index=nothing,
+            image_ids=index.image_ids[:0],
+            annotations={
+                name: LabelMatrix(np.zeros(1, np.int64), nothing, len(mapping))
+                for name, mapping in file.reader.label_mappings.items()
+            },
+        )
+        with mock.patch.dict(file._splits, {"val": empty}):
+            assert "   val: no images" in describe(file)
