@@ -62,7 +62,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
     """
     if is_sqlite(source):
         return read_sqlite(source, given, prefix)
-    if prefix is not None:
+    if prefix is not None and source.exists():
         raise ValueError(f"--prefix is for files of SQLite, and {source} is none: leave it out")
     files = hdf5_files(source)
     for path, _ in files:

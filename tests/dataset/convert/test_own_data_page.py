@@ -19,6 +19,7 @@ from tests.dataset.convert.made_sources import (
     write_npz,
     write_tff,
 )
+from tests.dataset.convert.made_sqlite import write_sqlite
 from tests.dataset.convert.test_formats import write_hf
 from tests.dataset.fetch.made_layouts import write_files
 from tests.dataset.fetch.test_yolo import yolo_files
@@ -62,6 +63,8 @@ def write_all(folder: Path) -> None:
         write_hf(
             folder / "hub" / f"{split}-0.parquet", range(start, start + 19), **more, character=["a"] * 19
         )
+    writers = {f"all_{split}": {user: [k + 1] for k, user in enumerate(USERS)} for split in ("train", "test")}
+    write_sqlite(folder / "emnist_all.sqlite", {**writers, "digits_only_train": {"a": [1]}})
     celebrities: dict[str, dict[str, list[object]]] = {
         user: {"x": [f"{6 * k + n:06d}.jpg" for n in range(6)], "y": [0.0, 1.0] * 3}
         for k, user in enumerate(USERS)
