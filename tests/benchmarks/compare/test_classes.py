@@ -11,10 +11,12 @@ from benchmarks.compare import tables
 from benchmarks.compare.__main__ import WRITTEN, main
 from benchmarks.compare.latex import latex_classes
 from benchmarks.compare.reading import compare
+from tests.benchmarks.compare.test_compare import no_pictures
 from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
+__all__ = ["no_pictures"]
 RATE = "--local.learning_rate=0.3"
 SECTION = "AP of each class on test, best model"
 
@@ -62,6 +64,7 @@ def test_a_class_that_is_not_on_test_has_no_score(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(("number", "is_written"), [(40, True), (41, False)])
 def test_a_table_of_many_classes_is_not_written(number: int, is_written: bool, tmp_path: Path) -> None:
     """Files of an earlier comparison do not stay beside the new tables; those that others wrote do."""
@@ -81,6 +84,7 @@ def test_a_table_of_many_classes_is_not_written(number: int, is_written: bool, t
     assert [path.read_text() for path in own] == ["own", "own"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_an_edited_list_of_files_deletes_nothing_elsewhere(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     (tmp_path / "mine").write_text("own")
