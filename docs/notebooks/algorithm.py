@@ -6,13 +6,13 @@
 # %% [markdown]
 # # A new algorithm in thirty lines
 #
-# **FedExP** (Jhunjhunwala, Wang and Joshi 2023, [arXiv:2301.09604](https://arxiv.org/abs/2301.09604)): when the users'
-# updates point in different directions, their mean is short, and the server may take a longer step. In each round the
+# **FedExP** (Jhunjhunwala, Wang and Joshi 2023, [arXiv:2301.09604](https://arxiv.org/abs/2301.09604)): if the users'
+# updates point in different directions, their mean is short, and the server can take a larger step. In each round the
 # step is max(1, sum of |update|^2 / (2 M (|mean|^2 + epsilon))) for M users.
 #
-# An algorithm says how a state becomes the next one. Local training, the engine, several workers, checkpoints, resuming,
-# scores and files come with it, and so do the refusals: private training with it is refused until its file argues why
-# it may be allowed. In Colab, put the address of this repository in the first cell.
+# An algorithm computes the next state from the current one. The project provides local training, the engine, several
+# workers, checkpoints, resuming, scores and files. Private training with a new algorithm is refused until its file
+# explains why it may be allowed. In Colab, put the address of this repository in the first cell.
 
 # %%
 import importlib.util
@@ -45,7 +45,7 @@ from pfl_ext.configs import STRICT
 # %% [markdown]
 # ## The algorithm
 #
-# The class could stand in a file of its own, `pfl_ext/algorithms/fedexp.py`, where it would be found by itself.
+# In a file of its own, `pfl_ext/algorithms/fedexp.py`, the class would be found automatically.
 
 
 # %%
@@ -82,9 +82,9 @@ class FedExP(Algorithm[Weights]):
 
 
 # %% [markdown]
-# ## Beside FedAvg
+# ## Compared with FedAvg
 #
-# FedAvg with the server's plain step, users that count alike, and everything else as it was.
+# FedAvg has a plain server step. Both give all users the same weight; everything else is the same.
 
 # %%
 ROUNDS = int(os.environ.get("NOTEBOOK_ROUNDS", "60"))
@@ -122,7 +122,6 @@ right.set(xlabel="round", ylabel="FedExP's step of the server", ylim=(0, None))
 plt.show()
 
 # %% [markdown]
-# One seed says little: see how results are compared with several in
-# [which algorithm, when](../which_algorithm.md). Before you trust an algorithm, test it against its equations, as
-# [CONTRIBUTING](../../CONTRIBUTING.md) asks. [Adding something of your own](../extending.md) has networks, optimisers,
-# tasks and partitions.
+# One seed says little. [Which algorithm, when](../which_algorithm.md) shows how results are compared with several seeds.
+# Before you trust an algorithm, test it against its equations, as [CONTRIBUTING](../../CONTRIBUTING.md) asks.
+# [Adding something of your own](../extending.md) explains networks, optimisers, tasks and partitions.

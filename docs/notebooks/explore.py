@@ -6,10 +6,10 @@
 # %% [markdown]
 # # Look at FLAIR-like data
 #
-# Who the users are, what they photograph, how much they differ, and what happens when the same images are dealt
-# otherwise. Nothing is downloaded: a small data set with FLAIR's shape is drawn (users, labels and their skew; *not*
-# FLAIR's photos). With `make flair-data` you have the real file; set `DATA` to its path, and all
-# cells work on it. In Colab, the first cell installs the package; put the address of this repository in it.
+# This page shows who the users are, what they photograph, how much they differ, and what changes if the same images are
+# assigned otherwise. Nothing is downloaded: a small synthetic data set is drawn, with FLAIR's shape (users, labels and
+# their skew), but *not* FLAIR's photos. `make flair-data` downloads the real file. Set `DATA` to its path, and all cells
+# work on it. In Colab, the first cell installs the package; put the address of this repository in it.
 
 # %%
 import importlib.util
@@ -42,7 +42,7 @@ if DATA == DRAWN and not DATA.exists():
 # %% [markdown]
 # ## Users
 #
-# FLAIR's users are the people who took the photos: most have a handful of photos, a few have hundreds. No user is in
+# FLAIR's users are the people who took the photos. Most have a handful of photos, a few have hundreds. No user is in
 # two splits.
 
 # %%
@@ -70,8 +70,8 @@ plt.show()
 # %% [markdown]
 # ## Pictures
 #
-# Four pictures of each of three users, with their labels. On the real file these are photos; here each label is a
-# mark that a network can learn to see.
+# Four pictures of each of three users, with their labels. In the real file these are photos. Here each label is a mark
+# in the picture, which a network can learn to recognise.
 
 # %%
 some = np.argsort(-sizes, kind="stable")[[3, 6, 9]]
@@ -88,8 +88,8 @@ plt.show()
 # %% [markdown]
 # ## Skew
 #
-# What makes the benchmark hard: users photograph different things. Each row is a user, each column a label; the
-# colour says on how many of the user's images the label stands.
+# Users photograph different things. This makes the benchmark hard. Each row is a user, each column a label. The colour
+# shows the share of the user's images that have the label.
 
 # %%
 largest = np.argsort(-sizes, kind="stable")[:12]
@@ -104,9 +104,9 @@ plt.show()
 # %% [markdown]
 # ## In numbers
 #
-# `python -m dataset.partitions FILE` prints this for any file and draws it; `--partition lda=0.1 --clients 20` and
-# others deal the training images otherwise, and show what that does to these numbers. They need one class an image: here
-# most images have several and are left out.
+# `python -m dataset.partitions FILE` prints these numbers for any file, and `--output_dir` draws them. Options such as
+# `--partition lda=0.1 --clients 20` assign the training images to other clients, and show how the numbers change. They
+# need one class an image: here most images have several and are left out.
 
 # %%
 print(as_text([statistics for statistics, _ in measure(DataFile(DATA))]))

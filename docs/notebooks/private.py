@@ -6,9 +6,9 @@
 # %% [markdown]
 # # Private training, and its cost
 #
-# Differential privacy of users: whoever sees the model learns hardly more about a person than if that person had never
-# taken part. Each user's update is clipped to a length, and noise is added to their sum. This page shows what that
-# costs, and what decides the cost. In Colab, put the address of this repository in the first cell.
+# Differential privacy of users means: whoever sees the model learns hardly more about a person than if that person had
+# never taken part. Each user's update is clipped to a maximum norm, and noise is added to the sum of the updates. This
+# page shows what this costs, and on what the cost depends. In Colab, put the address of this repository in the first cell.
 
 # %%
 import importlib.util
@@ -39,9 +39,9 @@ ROUNDS = int(os.environ.get("NOTEBOOK_ROUNDS", "60"))
 # ## Noise follows from the budget
 #
 # FLAIR has 41,131 training users, and the paper trains 5,000 rounds. The noise on the *mean* of the updates is the
-# noise multiplier times the clipping bound, divided by the cohort's size. Larger cohorts make it smaller, up to a
-# point: when nearly everybody takes part in many rounds, random sampling protects little. With epsilon 8 larger cohorts
-# help more than with epsilon 2.
+# noise multiplier times the clipping bound, divided by the cohort size. Larger cohorts reduce it, but only up to a point:
+# if nearly everybody takes part in many rounds, random sampling protects little. Larger cohorts help more with epsilon 8
+# than with epsilon 2.
 
 # %%
 POPULATION, PAPER_ROUNDS = 41_131, 5_000
@@ -61,9 +61,9 @@ plt.show()
 # %% [markdown]
 # ## Three trainings
 #
-# Without privacy; with the noise of a system that has FLAIR's 41,131 users and 5,000 of them in each round; and with that
-# of 100 in each round. `privacy.noise_cohort_size` simulates a larger system, as the paper does: the model learns from
-# the few users of this page and gets the noise that many users would need.
+# The first is not private. The second has the noise of a system with FLAIR's 41,131 users, 5,000 of them in each round.
+# The third has the noise of 100 users in each round. `privacy.noise_cohort_size` simulates a larger system, as the paper
+# does: the model learns from the few users of this page and gets the noise that many users would need.
 
 # %%
 WORDS = [
@@ -101,17 +101,17 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Both private runs end about two points lower on val. One seed cannot tell the two amounts of noise apart: a budget that
-# is spent on 60 rounds instead of 5,000 needs little noise. [RESULTS](../../benchmarks/flair/RESULTS.md) has private training on real photos, over three seeds and several
-# budgets.
+# Both private runs end about two points lower on val. One seed cannot tell the two amounts of noise apart, because a
+# budget for 60 rounds instead of 5,000 needs little noise. [RESULTS](../../benchmarks/flair/RESULTS.md) has private
+# training on real photos, over three seeds and several budgets.
 #
-# ## What is promised
+# ## What is guaranteed
 #
-# `privacy.json` says whom the guarantee protects, what it covers and what it does not, and it has a paragraph for a
-# paper. Two guarantees stand in it: that of the simulated system, and that of this run with its few users, which is
-# worth little. `--seed` makes a run that can be repeated, and whoever knows the seed can subtract the noise: leave it out
-# when a model is to be published. [Private training](../private.md) has the choices, [sharp edges](../sharp_edges.md)
-# what no program can refuse.
+# `privacy.json` says whom the guarantee protects, and what it covers and does not cover. It has a paragraph for a paper.
+# It states two guarantees: that of the simulated system, and that of this run with its few users, which is worth little.
+# `--seed` makes a run repeatable, but whoever knows the seed can subtract the noise. Leave it out if you will publish the
+# model. [Private training](../private.md) explains the choices. [Sharp edges](../sharp_edges.md) lists what no program can
+# prevent.
 
 # %%
 statement = json.loads(Path("runs/notebook-5000/privacy.json").read_text())

@@ -4,11 +4,10 @@
 # ---
 
 # %% [markdown]
-# # Train, and read what a run leaves behind
+# # Train, and read the results of a run
 #
-# Two short federated trainings on the embedded stand-in for FLAIR: with its users, and with the same images dealt to
-# users at random. How much does it cost that users differ? In Colab, put the address of this repository in the first
-# cell.
+# Two short federated runs on FLAIR's mini data set: one with its users, one with the same images assigned to users at
+# random. How much accuracy is lost because users differ? In Colab, put the address of this repository in the first cell.
 
 # %%
 import importlib.util
@@ -44,10 +43,10 @@ WORDS = [
 # %% [markdown]
 # ## Train
 #
-# In each round the server sends the model to a cohort of users, each trains on their own images, and the server uses
-# the mean of the changes as the gradient of one step of Adam. These calls are the command
-# `python -m benchmarks.flair.train --config fl-r-17 --data_path mini ...`: every constant is a key (`--help` lists
-# them), and the paper's values are the defaults. The paper trains 5,000 rounds of 200 users.
+# In each round the server sends the model to a cohort of users. Each user trains on their own images. The server uses the
+# mean of the changes as the gradient of one step of Adam. These calls do the same as the command
+# `python -m benchmarks.flair.train --config fl-r-17 --data_path mini ...`. Every constant is a key (`--help` lists them),
+# and the paper's values are the defaults. The paper trains 5,000 rounds of 200 users.
 
 # %%
 train([*WORDS, "--run_dir=runs/notebook-users"])
@@ -59,9 +58,10 @@ train([*WORDS, "--run_dir=runs/notebook-iid", "--data.partition=iid"])
 # ## Read
 #
 # `metrics.jsonl` has one line for each round, `results.json` the paper's columns on val and test, `config.yaml` every
-# constant, and `model.safetensors` the network. **C-AP** is the mean over labels of each label's average precision,
-# **O-AP** that of all pairs of image and label together. Random guessing scores the labels' mean prevalence: that is the
-# line to beat. A label that stands on one or two test images can have any AP: read the common ones.
+# constant, and `model.safetensors` the network. **C-AP** is the average precision of each label, averaged over the labels.
+# **O-AP** is the average precision of all pairs of image and label together. Random guessing scores the labels' mean
+# prevalence; a model must be better than this. A label that only one or two test images have can have any AP, so look at
+# the common labels.
 
 
 # %%
@@ -95,11 +95,11 @@ for name, (_, results) in runs.items():
     print(f"{name:>16}: test C-AP {test['C-AP']:.1f} %, O-AP {test['O-AP']:.1f} %; guessing {guess:.1f} %")
 
 # %% [markdown]
-# Users who differ did not cost anything here: dealt at random, all users have equally many images, so that no user makes
-# many local steps, and after so few rounds steps matter most. One seed and 60 rounds decide nothing; the paper's Table 1
-# has both at full scale.
+# Here no accuracy was lost because users differ. With images assigned at random, all users have equally many images, so no
+# user makes many local steps; after so few rounds, the number of steps matters most. One seed and 60 rounds decide nothing.
+# The paper's Table 1 has both settings at full scale.
 #
-# The same call again shows these results and trains nothing: a directory holds one run. A run that was killed goes on
-# from its checkpoint, to the same numbers. `python -m benchmarks.compare runs/a runs/b` puts any runs side by side in one page.
+# The same call again shows these results and trains nothing, because a directory holds one run. A killed run resumes from
+# its checkpoint and gives the same numbers. `python -m benchmarks.compare runs/a runs/b` shows runs side by side in one page.
 #
 # Next: [private training and its cost](private.ipynb).
