@@ -122,9 +122,9 @@ def disks(report: dict[str, Any]) -> Found:
     """Whether there is room, and leave to write, where data, runs and the cache lie."""
     lines, notes, report["disk"] = [], list[Note](), {}
     places = {"data": Path("data"), "runs": Path("runs")}
-    try:
-        places["cache"] = cache_folder()
-    except RuntimeError:
+    if (cache := cache_folder()) is not None:
+        places["cache"] = cache
+    else:
         notes.append(
             hint("there is no home folder to keep compiled layers in: set XDG_CACHE_HOME to a folder")
         )

@@ -94,7 +94,7 @@ class SelfCheck:
         seconds: float = SECONDS,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._folder, self._kept, self._seconds, self._end = folder, kept or cache_folder(), seconds, end
+        self._folder, self._kept, self._seconds, self._end = folder, kept or kept_folder(), seconds, end
         self._private = private
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: nothing was checked."""
@@ -271,6 +271,11 @@ def is_alive(attempt: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return True
+
+
+def kept_folder() -> Path:
+    """The user's cache folder; without a home folder, a path at which no file can be kept."""
+    return cache_folder() or Path(os.devnull)
 
 
 def read_kept(place: Path) -> dict[str, Any]:

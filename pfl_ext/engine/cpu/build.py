@@ -14,6 +14,7 @@ is one line.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -43,13 +44,12 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
 
 
-def cache_folder() -> Path:
-    """The folder in which the library and the engine's choices are kept for later runs of this user.
-
-    Raises:
-        RuntimeError: when there is no home folder.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+def cache_folder() -> Path | None:
+    """The folder in which the library and the engine's choices are kept for later runs of this user; None
+    where there is no home folder."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+    return None
 
 
 def compiled() -> Path:
@@ -61,10 +61,8 @@ def compiled() -> Path:
     program = compiler()
     if program is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
-    try:
-        folder = cache_folder()
-    except RuntimeError as error:
-        raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME") from error
+    if (folder := cache_folder()) is None:
+        raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME")
     try:
         texts = (path.read_text() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
         version = _run([program, "--version"]).stdout
