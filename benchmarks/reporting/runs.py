@@ -20,6 +20,7 @@ from benchmarks.core.config.sections import BENCHMARKS, TrainingConfig, config_m
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts
 from benchmarks.core.weights import sha256_of, weights_facts
+from benchmarks.reporting.result_types import check_types
 from dataset.arrays import FloatArray
 from dataset.files import imported
 from dataset.store.hdf5 import DataFile
@@ -187,6 +188,7 @@ def read_run(
         return record
     try:
         results = dict(json.loads((directory / "results.json").read_text()))
+        check_types(results)
         privacy = None
         if config.is_private:
             privacy = dict(json.loads((directory / "privacy.json").read_text()))
