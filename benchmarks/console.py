@@ -107,4 +107,4 @@ def _first_line(module: str) -> str:
     assert spec is not None
     path = Path(str(spec.origin))
     path = path.with_name("__main__.py") if path.name == "__init__.py" else path
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]

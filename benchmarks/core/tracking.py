@@ -208,7 +208,7 @@ class Tracking(contextlib.AbstractContextManager["Tracking"]):
             return
         needed(PACKAGES[self._name], self._name)
         with self._guard():
-            states = json.loads(self._path.read_text()) if self._path.exists() else {}
+            states = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
             state = states.get(self._name, {})
             self._backend = BACKENDS[self._name](run, directory, dataset, state.get("id"))
             same = state.get("id") == self._backend.id

@@ -48,7 +48,7 @@ Sums = Mapping[str, Tensor]
 def fingerprint(*words: Any) -> str:
     """A hash of the GPU, the versions, the engine's code and these words."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    texts = [path.read_text() for path in sources]
+    texts = [path.read_text(encoding="utf-8") for path in sources]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = torch.__version__, torch.version.cuda, gpu
     return hashlib.sha256(repr((texts, versions, words)).encode()).hexdigest()[:16]
@@ -281,7 +281,7 @@ def kept_folder() -> Path:
 def read_kept(place: Path) -> dict[str, Any]:
     """The content of a kept file; empty if it cannot be read."""
     try:
-        found = json.loads(place.read_text())
+        found = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

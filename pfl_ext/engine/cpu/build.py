@@ -64,7 +64,10 @@ def compiled() -> Path:
     if (folder := cache_folder()) is None:
         raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME")
     try:
-        texts = (path.read_text() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
+        texts = (
+            path.read_text(encoding="utf-8")
+            for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+        )
         version = _run([program, "--version"]).stdout
         identity = "\n".join([*texts, program, version, *FLAGS, processor()])
         name = f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -85,7 +88,7 @@ def _one_builds(program: str, folder: Path, name: str) -> Path:
             if (path := _found(folder, name)) is not None:
                 return path
             if failure.exists() and failure.stat().st_mtime > began:
-                raise Unavailable(failure.read_text())
+                raise Unavailable(failure.read_text(encoding="utf-8"))
             try:
                 return _built(program, folder, name)
             except (Unavailable, OSError, subprocess.SubprocessError) as error:
@@ -129,7 +132,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def processor() -> str:
     """A description of the processor, on which ``-march=native`` depends."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine() + platform.processor()
     kept = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
