@@ -90,6 +90,15 @@ def _is_full(fault: BaseException | None) -> bool:
 
 def free(folder: Path) -> int:
     """Bytes free on the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def disk_of(folder: Path) -> int:
+    """The number of the disk of a folder, which need not exist yet."""
+    return _existing(folder).stat().st_dev
+
+
+def _existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
