@@ -164,9 +164,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def refuse_broken_link(option: str, path: Path) -> None:
+    """Raise ValueError if a path is, or lies below, a link that leads nowhere, or to itself."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(f"{option} {path}: the link {place} leads nowhere; choose another place")
+
+
 def _writable(option: str, path: Path, folder: Path) -> None:
     """Refuse a path if no file can be made in its folder, or in the nearest one above that exists."""
     try:
+        refuse_broken_link(option, folder)
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
