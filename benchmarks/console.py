@@ -7,6 +7,7 @@ fl-r-17`` is ``python -m benchmarks.flair.train --config fl-r-17``. Without a na
 from __future__ import annotations
 
 import ast
+import os
 import runpy
 import sys
 from collections.abc import Mapping
@@ -66,20 +67,26 @@ def fl_report() -> int:
 
 def fl_sweep() -> int:
     """Run a sweep."""
-    runpy.run_module("benchmarks.sweep", run_name="__main__", alter_sys=True)
+    _start("benchmarks.sweep")
     return 0
 
 
 def fl_predict() -> int:
     """Write down what a trained model says about images."""
-    runpy.run_module("benchmarks.predict", run_name="__main__", alter_sys=True)
+    _start("benchmarks.predict")
     return 0
 
 
 def fl_doctor() -> int:
     """Say what this machine has, how a run is computed on it, and test that."""
-    runpy.run_module("benchmarks.doctor", run_name="__main__", alter_sys=True)
+    _start("benchmarks.doctor")
     return 0
+
+
+def _start(module: str) -> None:
+    """As ``python -m`` does, with pictures that are files, whatever MPLBACKEND says."""
+    os.environ["MPLBACKEND"] = "agg"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _run(program: str, commands: Mapping[str, str]) -> int:
@@ -97,7 +104,7 @@ def _run(program: str, commands: Mapping[str, str]) -> int:
 
         return run(refuse)
     sys.argv = [f"{program} {name}", *rest]
-    runpy.run_module(commands[name], run_name="__main__", alter_sys=True)
+    _start(commands[name])
     return 0
 
 
@@ -107,4 +114,4 @@ def _first_line(module: str) -> str:
     assert spec is not None
     path = Path(str(spec.origin))
     path = path.with_name("__main__.py") if path.name == "__init__.py" else path
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RESUMABLE = 75
@@ -37,8 +37,10 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
     """Call ``main(argv)``; turn a user's mistake (ValueError, OSError, too little memory) into one line and
     exit code 2, and SIGTERM, SIGINT or SIGUSR1 into one line and exit code 75.
 
-    Anything else is a defect of ours and keeps its traceback.
+    Anything else is a defect of ours and keeps its traceback. A stream that was closed before the start
+    (``2>&-``) is None in Python; what is written to it is dropped.
     """
+    sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     try:
         try:
             with raised():
@@ -60,6 +62,10 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
         print("error: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _nowhere() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8", errors="backslashreplace")
 
 
 def _unread() -> bool:
@@ -158,9 +164,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def refuse_broken_link(option: str, path: Path) -> None:
+    """Raise ValueError if a path is, or lies below, a link that leads nowhere, or to itself."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(f"{option} {path}: the link {place} leads nowhere; choose another place")
+
+
 def _writable(option: str, path: Path, folder: Path) -> None:
     """Refuse a path if no file can be made in its folder, or in the nearest one above that exists."""
     try:
+        refuse_broken_link(option, folder)
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():

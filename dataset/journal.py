@@ -8,6 +8,7 @@ One process owns the folder at a time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import shutil
 from pathlib import Path
@@ -16,7 +17,9 @@ from dataset.cli import SourceError, Stopped
 from dataset.files import HALF_WRITTEN, locked, write_bytes
 
 RESUMABLE = (Stopped, KeyboardInterrupt, SourceError)
-"""The errors after which the work so far is kept; after any other failure nothing is left behind."""
+"""The errors after which the work so far is kept, as after a full disk; after any other failure nothing is
+left behind."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Journal:
@@ -38,8 +41,8 @@ class Journal:
         self._lock.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not issubclass(kind, RESUMABLE):
+    def __exit__(self, _: object, fault: BaseException | None, __: object) -> None:
+        if not (isinstance(fault, RESUMABLE) or _is_full(fault)):
             self.discard()
         self._lock.__exit__(None, None, None)
 
@@ -76,8 +79,26 @@ class Journal:
         return self.folder / f"entry-{name}"
 
 
+def _is_full(fault: BaseException | None) -> bool:
+    """Whether an error, or the one that it puts into other words, is that a disk or a quota is full."""
+    while fault is not None:
+        if isinstance(fault, OSError) and fault.errno in FULL:
+            return True
+        fault = fault.__cause__ or fault.__context__
+    return False
+
+
 def free(folder: Path) -> int:
     """Bytes free on the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def disk_of(folder: Path) -> int:
+    """The number of the disk of a folder, which need not exist yet."""
+    return _existing(folder).stat().st_dev
+
+
+def _existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder

@@ -30,14 +30,14 @@ from dataset.arrays import IntArray
 from dataset.cli import OneLineParser, cores, output_file, output_folder
 from dataset.fetch.source import Image, Source
 from dataset.files import prefetched
-from dataset.journal import Journal, free
+from dataset.journal import Journal, disk_of, free
 from dataset.scan import Options, Scan, progress, refuse, scan
 from dataset.store.columns import Placement, build_index, kinds
 from dataset.store.images import Pixels, Transcoding, decode, resized, to_jpeg, to_pixels
 from dataset.store.index import DatasetIndex
 from dataset.store.writer import DataWriter
 
-__all__ = ["Options", "checked_places", "command_parser", "make", "preprocess"]
+__all__ = ["Options", "check_room", "checked_places", "command_parser", "make", "preprocess"]
 
 TOOL_VERSION = "1.0"
 SIDE = 256
@@ -258,18 +258,33 @@ def _numbered(batches: Iterable[Sequence[Image]], start: int) -> Iterator[tuple[
         start += len(images)
 
 
-def check_disk(source: Source, options: Options) -> None:
-    """Raise OSError if the disk of the output has no room for the download and the output together."""
+def check_room(download: int, folder: Path) -> None:
+    """Raise OSError if the disk of the download folder has no room for so many bytes."""
+    available = free(folder)
+    if download > available:
+        raise OSError(
+            f"{download / 1e9:.2f} GB are to be downloaded, but only {available / 1e9:.2f} GB are free "
+            f"at {folder}: free some or choose another --download_folder"
+        )
+
+
+def check_disk(source: Source, options: Options, downloads: Path | None) -> None:
+    """Raise OSError if the disk of the output has no room for it, or that of the download folder for what is
+    to be downloaded; if they are the same disk, for both together."""
     output = source.image_bytes
     if options.storage == "raw":
         side = options.image_size  # a photograph's JPEG is about a tenth of its pixels
         output = source.num_images * side**2 * 3 if side else 10 * output
-    need = output - Journal(options.output_file).size() + source.download_bytes
-    available = free(options.output_file.parent)
+    folder, download = options.output_file.parent, source.download_bytes
+    if downloads is not None and disk_of(downloads) != disk_of(folder):
+        check_room(download, downloads)
+        download = 0
+    need = output - Journal(options.output_file).size() + download
+    available = free(folder)
     if need > available:
-        download = f"{source.download_bytes / 1e9:.2f} GB to download and " if source.download_bytes else ""
+        also = f"{download / 1e9:.2f} GB to download and " if download else ""
         raise OSError(
-            f"{download}{output / 1e9:.2f} GB for {options.output_file} are needed, but only "
+            f"{also}{output / 1e9:.2f} GB for {options.output_file} are needed, but only "
             f"{available / 1e9:.2f} GB are free there: free some or choose another disk"
         )
 
@@ -333,9 +348,15 @@ def checked_places(arguments: argparse.Namespace) -> tuple[Path, Path]:
     return output, output_folder("--download_folder", folder)
 
 
-def make(source: Source, options: Options) -> None:
-    """`preprocess`, if the disk has room for it, and a line that says so."""
-    check_disk(source, options)
+def make(source: Source, options: Options, downloads: Path | None = None) -> None:
+    """`preprocess`, if the disk has room for it, and a line that says so.
+
+    Args:
+        source: of the images.
+        options: of the output.
+        downloads: the folder of what is downloaded; None: beside the output.
+    """
+    check_disk(source, options, downloads)
     preprocess(source, options)
     output = options.output_file
     print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)

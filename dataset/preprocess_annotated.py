@@ -30,8 +30,7 @@ from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
 from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
-from dataset.journal import free
-from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
+from dataset.preprocess import UPRIGHT, Options, check_room, checked_places, command_parser, make
 from dataset.store.annotations import BACKGROUND
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import Transcoding
@@ -173,7 +172,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         tool=f"dataset.{spec.name}.download_preprocess",
         finish=Finish(others, annotated.sizes),
     )
-    make(place.source(table, annotated.folders, provenance), options)
+    make(place.source(table, annotated.folders, provenance), options, folder)
     _say_training(output, form)
 
 
@@ -268,11 +267,7 @@ class _Place:
             root, shards = None, {archive: _remote(archive, source, downloads) for archive in spec.archives}
         listing, images = ([shards[a] for a in group if a in shards] for group in (spec.listing, spec.images))
         need = bytes_to_download([*shards.values()], downloads) if root is None else 0
-        if need > free(downloads):
-            raise OSError(
-                f"{need / 1e9:.2f} GB are to be downloaded, but only {free(downloads) / 1e9:.2f} GB are free "
-                f"at {downloads}: free some or choose another --download_folder"
-            )
+        check_room(need, downloads)
         return cls(spec, listing, images, root, downloads)
 
     def fetched(self) -> list[Path]:

@@ -88,7 +88,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
         workers=arguments.workers,
         finish=finish,
     )
-    make(source, options)
+    make(source, options, folder)
     finish.report(len(table))
 
 

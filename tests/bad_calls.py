@@ -17,7 +17,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     """
     return {
         str(path): (
-            0 if path.name == "lock" else path.stat().st_mtime_ns,
+            0 if path.name == "lock" else path.lstat().st_mtime_ns,
             path.read_bytes() if path.is_file() else b"",
         )
         for path in folder.rglob("*")

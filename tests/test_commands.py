@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import runpy
 import subprocess
@@ -20,6 +21,7 @@ from benchmarks import console
 from benchmarks.core.experiment import Experiment
 from benchmarks.flair.train import Flair
 from benchmarks.published import train as published
+from dataset.flair.mini import MiniSpec, write_mini
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from tests.dataset.convert.made_sources import convert, write_csv, write_folder
 from tests.shown import ROOT, Shown, commands, recorded
@@ -180,3 +182,23 @@ def refused(
         if not is_done and not READ.search(said):
             return f"{command.line}: {said}"
     return None
+
+
+@pytest.mark.parametrize(
+    "module, installed",
+    [("benchmarks.compare", False), ("dataset.partitions", False), ("dataset.partitions", True)],
+)
+def test_a_command_draws_whatever_mplbackend_says(module: str, installed: bool, tmp_path: Path) -> None:
+    """Importing matplotlib raises ValueError where the variable names no backend."""
+    words = ["--help"]
+    if module == "dataset.partitions":
+        tiny = MiniSpec(train_users=3, val_users=1, test_users=1, image_size=8, coarse_labels=1)
+        write_mini(tmp_path / "f.hdf5", tiny)
+        words = [str(tmp_path / "f.hdf5"), f"--output_dir={tmp_path}"]
+    start = ["-m", module]
+    if installed:
+        start = ["-c", f"from benchmarks.console import _start; _start({module!r})"]
+    words = [sys.executable, *start, *words]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"MPLBACKEND": "foo"}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert any(tmp_path.glob("*.png")) == (module == "dataset.partitions")

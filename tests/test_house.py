@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -96,3 +99,29 @@ def test_a_file_is_read_in_one_sitting() -> None:
         for file in (ROOT / root).rglob("*.py")
     }
     assert {name: count for name, count in lengths.items() if count > MOST_LINES} == {}
+
+
+@pytest.mark.parametrize("root", MAY_IMPORT)
+def test_text_files_are_utf_8_whatever_the_locale(root: str) -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in (ROOT / root).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr == "write_text" or (node.func.attr == "read_text" and not node.args))
+        and all(word.arg != "encoding" for word in node.keywords)
+    ]
+    assert wrong == []
+
+
+def test_a_shipped_yaml_is_read_in_any_locale() -> None:
+    (path, *_) = (p for p in (ROOT / "benchmarks").rglob("*.yaml") if not p.read_bytes().isascii())
+    words = [
+        sys.executable,
+        "-c",
+        f"from benchmarks.core.config.trees import *; read_yaml(Path({str(path)!r}))",
+    ]
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | ascii_alone, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

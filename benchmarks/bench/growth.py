@@ -135,15 +135,19 @@ def train(path: Path, row: Row, rounds: int) -> Measured:
                 time.sleep(SAMPLED_EVERY)
         seconds = time.monotonic() - begun
         if process.returncode:
-            raise ValueError(f"{' '.join(command[1:])} failed: {said.read_text().splitlines()[-1:]}")
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            raise ValueError(
+                f"{' '.join(command[1:])} failed: {said.read_text(encoding='utf-8').splitlines()[-1:]}"
+            )
+        lines = [
+            json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
     return Measured(seconds, most, [line["seconds"] for line in lines if "train_loss" in line])
 
 
 def _most_resident(process: int) -> float:
     """GB; what the parent had before the process began its own program is not among it, as for getrusage."""
     with suppress(OSError):
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024 / 1e9
     return 0.0

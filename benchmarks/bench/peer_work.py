@@ -43,7 +43,7 @@ class Users:
     """The images of all users: uint8 ``[N, 3, S, S]``, float32 targets ``[N, K]``, and who owns which."""
 
     def __init__(self, folder: Path) -> None:
-        self.work = Work(**json.loads((folder / "work.json").read_text()))
+        self.work = Work(**json.loads((folder / "work.json").read_text(encoding="utf-8")))
         self.images = np.load(folder / "images.npy", mmap_mode="r")
         self.targets = np.load(folder / "targets.npy", mmap_mode="r")
         self.offsets = np.load(folder / "offsets.npy")
@@ -59,7 +59,7 @@ class Users:
 
 def write(folder: Path, work: Work, images: Tensor, targets: Tensor, offsets: Tensor) -> None:
     """The files of `Users`, into a folder that is there."""
-    (folder / "work.json").write_text(json.dumps(asdict(work)))
+    (folder / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
     for name, tensor in (("images", images), ("targets", targets), ("offsets", offsets)):
         np.save(folder / f"{name}.npy", tensor.numpy())
 

@@ -67,7 +67,7 @@ class Curve(NamedTuple):
 def _users_file(run: RunRecord) -> Tree:
     """``per_user.json``, which may be younger than the run; empty where it is missing or damaged."""
     with suppress(*DAMAGE):
-        return dict(json.loads((run.directory / "per_user.json").read_text()))
+        return dict(json.loads((run.directory / "per_user.json").read_text(encoding="utf-8")))
     return {}
 
 

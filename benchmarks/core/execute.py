@@ -42,7 +42,7 @@ from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.secret import statement_path
 from benchmarks.core.single_users import scores_of_users
 from benchmarks.core.tracking import Tracking
-from dataset.cli import held
+from dataset.cli import held, refuse_broken_link
 from dataset.files import file_digest, own_modules, write_json
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
@@ -146,6 +146,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
     if config.mode == "centralised" and current() is not None:
         raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
     directory = Path(from_main(str(directory_of(run, data_path)) if is_main() else None))
+    refuse_broken_link("--run_dir", directory)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--run_dir {directory} is a file: choose another")
     if is_main():

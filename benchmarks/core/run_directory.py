@@ -195,7 +195,7 @@ class RunDirectory:
 
     def append(self, line: Tree) -> None:
         """Write one more line."""
-        with written(self._metrics), self._metrics.open("a") as file:
+        with written(self._metrics), self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def _lines(self) -> bytes:

@@ -64,7 +64,7 @@ def has_wandb_key() -> bool:
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:
         return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: there is no home folder
         return False
 
 
@@ -102,7 +102,8 @@ class WandbBackend:
         )
         self.id: str = self._run.id
         """The run's id, the same after a resumption if the earlier steps are still there."""
-        self.where = self._run.url or f"offline, wandb sync {Path(self._run.dir).parent}"
+        offline = f"offline, wandb sync {Path(self._run.dir).parent}"
+        self.where = "disabled" if self._run.disabled else self._run.url or offline
         """The address of the run, or how to get at it, for people."""
         self.last = math.inf if self._run.offline else self._run.step - 1
         """The last step that a server answered to have of this run; infinity where there is none to ask."""
@@ -112,8 +113,10 @@ class WandbBackend:
         """One row of wandb's history, in its file when this returns.
 
         ``log`` leaves the row to a thread of this process, and wandb's own process dies with this one,
-        buffers and all: only the file outlives a SIGKILL.
+        buffers and all: only the file outlives a SIGKILL. A disabled run (WANDB_MODE) has none.
         """
+        if self._run.disabled:
+            return
         size = _size(self._file)
         self._run.log(dict(values), step=step, commit=True)
         deadline = time.monotonic() + ROW_SECONDS
@@ -128,9 +131,11 @@ class WandbBackend:
         data = [[name, *map(values.get, columns)] for name, values in rows.items()]
         tables = {"results": wandb.Table(columns=["row", *columns], data=data)}
         if "per_class_ap" in results:
-            prevalence = results["prevalence"]
-            classes = [[name, ap, prevalence[name]] for name, ap in results["per_class_ap"].items()]
-            tables["per_class_ap"] = wandb.Table(columns=["label", "AP", "prevalence"], data=classes)
+            by_class = {"AP": results["per_class_ap"]}
+            if "prevalence" in results:  # of multi-label runs; those of detection have none
+                by_class["prevalence"] = results["prevalence"]
+            classes = [[name, *(column[name] for column in by_class.values())] for name in by_class["AP"]]
+            tables["per_class_ap"] = wandb.Table(columns=["label", *by_class], data=classes)
         self._run.log({**tables, **images}, step=step + 1)  # the last step's row is closed
         summary = flat({name: results.get(name) for name in ("val", "test", "best_step", "wall_clock_s")})
         self._run.summary.update({f"final/{name}": value for name, value in summary.items()})
@@ -203,7 +208,7 @@ class Tracking(contextlib.AbstractContextManager["Tracking"]):
             return
         needed(PACKAGES[self._name], self._name)
         with self._guard():
-            states = json.loads(self._path.read_text()) if self._path.exists() else {}
+            states = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
             state = states.get(self._name, {})
             self._backend = BACKENDS[self._name](run, directory, dataset, state.get("id"))
             same = state.get("id") == self._backend.id

@@ -135,7 +135,7 @@ def events(names: list[str], seconds: float) -> Iterator[Facts]:
 def main(argv: list[str]) -> None:
     """Write what the stages find."""
     descriptor, seconds, *names = argv
-    with os.fdopen(int(descriptor), "w") as output:
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as output:
         for event in events(names, float(seconds)):
             print(json.dumps(event), file=output, flush=True)
 

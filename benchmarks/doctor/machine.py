@@ -56,7 +56,7 @@ def hardware(report: dict[str, Any]) -> Found:
 def memory_gb() -> tuple[float, float]:
     """Free and whole, of the machine or, where it has less, of the control group; 0: unknown."""
     try:
-        text = Path("/proc/meminfo").read_text()
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
         free, whole = (
             int(re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[0]) / 1e6
             for name in ("MemAvailable", "MemTotal")
@@ -65,7 +65,9 @@ def memory_gb() -> tuple[float, float]:
         return 0.0, 0.0
     group = Path("/sys/fs/cgroup")
     try:
-        most, used = (int((group / name).read_text()) / 1e9 for name in ("memory.max", "memory.current"))
+        most, used = (
+            int((group / name).read_text(encoding="utf-8")) / 1e9 for name in ("memory.max", "memory.current")
+        )
     except (OSError, ValueError):  # no control group, or one without a limit
         return free, whole
     return min(free, max(most - used, 0.0)), min(whole, most)
@@ -122,9 +124,9 @@ def disks(report: dict[str, Any]) -> Found:
     """Whether there is room, and leave to write, where data, runs and the cache lie."""
     lines, notes, report["disk"] = [], list[Note](), {}
     places = {"data": Path("data"), "runs": Path("runs")}
-    try:
-        places["cache"] = cache_folder()
-    except RuntimeError:
+    if (cache := cache_folder()) is not None:
+        places["cache"] = cache
+    else:
         notes.append(
             hint("there is no home folder to keep compiled layers in: set XDG_CACHE_HOME to a folder")
         )

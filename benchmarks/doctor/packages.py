@@ -91,7 +91,7 @@ def pins(file: Path) -> Iterator[Pin]:
         OSError: where it cannot be read.
     """
     for_tests = False
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         for_tests = for_tests or line.startswith(FOR_TESTS)
         match = re.match(r"([\w.-]+)==([\w.+!-]+)", line)
         if match:

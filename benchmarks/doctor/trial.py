@@ -137,7 +137,7 @@ def compared(case: Case, file: DataFile, seconds: float) -> dict[str, Any]:
             "by": PATHS[number] if engine.on_gpu and number < len(PATHS) else None,
             "holds": number < len(PATHS),
             "seconds": round(time.monotonic() - begin, 1),
-            **({"engine_check": report.read_text()} if report.exists() else {}),
+            **({"engine_check": report.read_text(encoding="utf-8")} if report.exists() else {}),
         }
 
 

@@ -97,8 +97,14 @@ def cells(task: type[Experiment[Any]], runs: Sequence[RunRecord]) -> tuple[str, 
         spread(users),
         "-" if changes(task, runs[0]) else of_the_paper(runs[0]),
         *(_megabytes(runs[0], way) for way in ("down", "up")),
-        spread([run.outcome["wall_clock_s"] / 60 for run in runs]),
+        _minutes(runs),
     )
+
+
+def _minutes(runs: Sequence[RunRecord]) -> str:
+    """A run with a public release says nothing of its time, which depends on its cohorts."""
+    seconds = [run.outcome["wall_clock_s"] for run in runs if "wall_clock_s" in run.outcome]
+    return spread([each / 60 for each in seconds]) if seconds else "not released"
 
 
 def _mean_of_users(run: RunRecord, score: str) -> float | None:

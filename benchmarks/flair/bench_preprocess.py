@@ -101,7 +101,7 @@ def measure_here(contender: str, folder: Path, output: Path, extra: Sequence[str
 
 def peak_rss_mb() -> float:
     """Peak resident memory of this process (getrusage would count the parent's before exec, too)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
 
 

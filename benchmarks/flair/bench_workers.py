@@ -42,7 +42,9 @@ def launch(launcher: str, workers: int, words: Sequence[str]) -> list[str]:
 
 def images_per_second(directory: Path, skip: int) -> float:
     """Images per second in the rounds after the first ``skip``, which warm up."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     rounds = [line for line in lines if "seconds" in line][skip:]
     return float(sum(line["images"] for line in rounds) / sum(line["seconds"] for line in rounds))
 

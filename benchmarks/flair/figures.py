@@ -250,7 +250,7 @@ def _users_of(directory: Path) -> list[Tree]:
     """The run's per_user.json, if it has one."""
     path = directory / "per_user.json"
     try:
-        return [dict(json.loads(path.read_text()))] if path.is_file() else []
+        return [dict(json.loads(path.read_text(encoding="utf-8")))] if path.is_file() else []
     except DAMAGE as fault:
         again = "make it again with benchmarks.flair.per_user"
         raise ValueError(f"{path} is damaged ({fault}): {again}") from fault

@@ -30,7 +30,7 @@ FLAIR_IMAGES = {"train": 345879, "val": 39239, "test": 43960}
 
 @cache
 def _table() -> dict[str, Any]:
-    return dict(json.loads((Path(__file__).parent / "table1.json").read_text()))
+    return dict(json.loads((Path(__file__).parent / "table1.json").read_text(encoding="utf-8")))
 
 
 def settings() -> tuple[str, ...]:

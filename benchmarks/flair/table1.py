@@ -62,7 +62,7 @@ class Job:
         if not path.is_file():
             return False
         try:
-            found = json.loads(path.read_text())["config_sha256"]
+            found = json.loads(path.read_text(encoding="utf-8"))["config_sha256"]
         except DAMAGE as fault:
             raise ValueError(f"{path} is damaged: remove {self.directory} to make the run again") from fault
         run = parse(self.argv)
@@ -167,7 +167,7 @@ def make_runs(todo: Sequence[Job], logs: Path) -> list[str]:
         if code == 0 and job.done:
             seconds[job.federated].append(time.monotonic() - started)
             continue
-        text = log.read_text(errors="replace").replace("\r", "\n").splitlines()
+        text = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()
         why = next((line for line in reversed(text) if line.strip()), "no output")
         failures.append(f"{job.name} failed with code {code}: {why} (see {log})")
         print(failures[-1], flush=True)

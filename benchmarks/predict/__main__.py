@@ -186,7 +186,7 @@ def _writer(model: Trained, output: Path, of_users: bool, numbers: Sequence[int]
     if outputs == "pixels":
         yield Masks(output_folder("--output", output), model.classes)
         return
-    with replacing(output) as path, path.open("w", newline="") as file:
+    with replacing(output) as path, path.open("w", newline="", encoding="utf-8") as file:
         if outputs == "boxes":
             writer: Writer = Boxes(file, [*zip(numbers, model.classes)], model.network.input_size)
         else:

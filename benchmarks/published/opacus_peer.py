@@ -201,7 +201,7 @@ def main(argv: Sequence[str]) -> None:
     ours: Tree = {"epsilons": {"pld": calibration.epsilon_executed, "rdp": calibration.epsilon_rdp}}
     kept = RESULTS / f"{run_name(row, args.seed)}.json"
     if is_row and kept.is_file():
-        result = json.loads(kept.read_text())
+        result = json.loads(kept.read_text(encoding="utf-8"))
         ours |= {"accuracy": result["last"], "seconds": result["seconds"]}
     found["accuracy"] = list(found["curve"].values())[-1]
     facts = {

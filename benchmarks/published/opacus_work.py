@@ -45,10 +45,10 @@ class Work:
 
 def write(folder: Path, work: Work) -> None:
     """The training; the arrays are written by whoever has them, as ``NAME.npy``."""
-    (folder / "work.json").write_text(json.dumps(asdict(work)))
+    (folder / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
 
 
 def read(folder: Path) -> tuple[Work, dict[str, npt.NDArray[np.generic]]]:
     """The training, and the arrays by name, which stay on disk."""
-    work = Work(**json.loads((folder / "work.json").read_text()))
+    work = Work(**json.loads((folder / "work.json").read_text(encoding="utf-8")))
     return work, {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in NAMES}

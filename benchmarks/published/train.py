@@ -57,12 +57,14 @@ def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tre
         directory: of the run.
         words: of the command that made it.
     """
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     curve = {int(line["round"]): float(line["tracked"]["accuracy"]) for line in lines if "tracked" in line}
     rounds = sorted(number for number in curve if number) or [0]
     best = max(rounds, key=lambda number: (curve[number], -number))
     ended = directory / "results.json"
-    results: dict[str, Any] = json.loads(ended.read_text()) if ended.exists() else {}
+    results: dict[str, Any] = json.loads(ended.read_text(encoding="utf-8")) if ended.exists() else {}
     return {
         "row": row.name,
         "seed": seed,
@@ -89,7 +91,9 @@ def _of_own_models(results: Tree) -> Tree:
 def _of_a_diverged_run(directory: Path, number: int) -> Tree:
     return {
         "diverged_in_round": number,
-        "data_sha256": json.loads((directory / "checkpoint" / "data.json").read_text())["sha256"],
+        "data_sha256": json.loads((directory / "checkpoint" / "data.json").read_text(encoding="utf-8"))[
+            "sha256"
+        ],
         "config_sha256": tree_digest(read_yaml(directory / "config.yaml")),
     }
 

@@ -33,7 +33,7 @@ def scores(row: Row) -> dict[int, float]:
         if not path.stem.removeprefix(f"{row.name}-seed").isdigit():
             continue
         try:
-            kept: dict[str, Any] = json.loads(path.read_text())
+            kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             of, seed, score = kept["row"], int(kept["seed"]), float(kept[key])
         except (ValueError, LookupError, TypeError) as fault:
             raise ValueError(f"{path} is no result of a published row ({fault}): make it again") from None
@@ -47,13 +47,13 @@ def remarks(row: Row, finished: Sequence[int]) -> str:
     """Which finished runs diverged, and how far the others are: ``seed 2 has done 17 rounds``."""
     parts = []
     for seed in finished:
-        kept = json.loads((rows.RESULTS / f"{train.run_name(row, seed)}.json").read_text())
+        kept = json.loads((rows.RESULTS / f"{train.run_name(row, seed)}.json").read_text(encoding="utf-8"))
         if "diverged_in_round" in kept:
             parts.append(f"seed {seed} diverged in round {kept['diverged_in_round']}")
     for path in sorted(train.RUNS.glob(f"{row.name}-seed*/metrics.jsonl")):
         name = path.parent.name.removeprefix(f"{row.name}-seed")
         if name.isdigit() and int(name) not in finished:
-            parts.append(f"seed {name} has done {len(path.read_text().splitlines())} rounds")
+            parts.append(f"seed {name} has done {len(path.read_text(encoding='utf-8').splitlines())} rounds")
     return ", ".join(parts)
 
 

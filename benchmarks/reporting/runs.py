@@ -20,6 +20,7 @@ from benchmarks.core.config.sections import BENCHMARKS, TrainingConfig, config_m
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts
 from benchmarks.core.weights import sha256_of, weights_facts
+from benchmarks.reporting.result_types import check_types
 from dataset.arrays import FloatArray
 from dataset.files import imported
 from dataset.store.hdf5 import DataFile
@@ -85,7 +86,11 @@ class RunRecord:
     def _data_begun_on(self) -> str:
         """The checksum that a run writes down before its first step; the directory where there is none."""
         try:
-            return str(json.loads((self.directory / "checkpoint" / "data.json").read_text())["sha256"])
+            return str(
+                json.loads((self.directory / "checkpoint" / "data.json").read_text(encoding="utf-8"))[
+                    "sha256"
+                ]
+            )
         except DAMAGE:
             return str(self.directory)
 
@@ -110,7 +115,7 @@ class RunRecord:
             ValueError: when the file is damaged or missing.
         """
         with reading(self.directory):
-            text = (self.directory / "metrics.jsonl").read_text()
+            text = (self.directory / "metrics.jsonl").read_text(encoding="utf-8")
             lines = text.splitlines()
             if self.results is None and not text.endswith("\n"):
                 lines = lines[:-1]
@@ -186,10 +191,11 @@ def read_run(
     if not (directory / "results.json").exists():
         return record
     try:
-        results = dict(json.loads((directory / "results.json").read_text()))
+        results = dict(json.loads((directory / "results.json").read_text(encoding="utf-8")))
+        check_types(results)
         privacy = None
         if config.is_private:
-            privacy = dict(json.loads((directory / "privacy.json").read_text()))
+            privacy = dict(json.loads((directory / "privacy.json").read_text(encoding="utf-8")))
             (epsilon_of if config.local_privacy is None else local_epsilon_of)(privacy)
         fault_found = _fault(directory, config, tree_digest(tree), results, scores or {})
         public = config.privacy is not None and config.privacy.release == "public"

@@ -66,7 +66,7 @@ def status_of(trial: FrozenTrial) -> str:
 def read_values(path: Path, metric: str) -> list[tuple[int, float]]:
     """``(step, value)`` of a metric in a ``metrics.jsonl``, whose last line may be only half there."""
     out = []
-    for text in path.read_text().splitlines(keepends=True) if path.exists() else ():
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
         line = json.loads(text) if text.endswith("\n") else {}
         if math.isfinite(value := flat(line).get(metric, math.nan)):
             out.append((int(line.get("round", line.get("epoch", 0))), value))
@@ -282,7 +282,7 @@ class LocalSweep:
             scored = values and status_of(trial) != DIVERGED
             step, score = self._best(values, key=lambda pair: pair[1]) if scored else (None, None)
             path = run_dir / "results.json"
-            results = json.loads(path.read_text()) if path.exists() else {}
+            results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             seconds = [value for _, value in read_values(run_dir / "metrics.jsonl", "seconds")]
             out.append(
                 Row(

@@ -31,7 +31,7 @@ IMAGES = {
 @cache
 def rows() -> dict[str, Tree]:
     """Every setting that the paper has a row for."""
-    read: dict[str, Any] = json.loads((Path(__file__).parent / "paper.json").read_text())
+    read: dict[str, Any] = json.loads((Path(__file__).parent / "paper.json").read_text(encoding="utf-8"))
     return dict(read["rows"])
 
 

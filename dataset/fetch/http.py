@@ -130,9 +130,9 @@ def fetch(url: str, target: Path, expected: Remote) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     noted = target.with_name(target.name + ".version")
-    if not noted.exists() or noted.read_text() != expected.version:
+    if not noted.exists() or noted.read_text(encoding="utf-8") != expected.version:
         part.unlink(missing_ok=True)
-        noted.write_text(expected.version)
+        noted.write_text(expected.version, encoding="utf-8")
     retried(lambda: _append(url, part, expected), url)
     part.replace(target)
     noted.unlink()

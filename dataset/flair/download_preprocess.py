@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
         source = sources.apple(folder)
     else:
         source = sources.local(Path(arguments.source))
-    make(source, options)
+    make(source, options, folder)
 
 
 if __name__ == "__main__":

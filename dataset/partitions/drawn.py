@@ -145,7 +145,8 @@ def read_name(name: str) -> Recipe | None:
     """The recipe in a `Recipe.name`; None for any other text.
 
     Raises:
-        ValueError: for a name that is almost valid: another form of the number, no client, a seed too large.
+        ValueError: for a name that is almost valid: another form of the number, no client, or a number or a
+            seed that is too large.
     """
     found = _WHOLE_NAME.fullmatch(name)
     if found is None or found[1] not in drawers() or (found[2] is None) != (found[1] in _WITHOUT_NUMBER):
@@ -154,7 +155,9 @@ def read_name(name: str) -> Recipe | None:
         recipe = Recipe(found[1], float(found[2] or 0), int(found[3]), None, int(found[4]))
     except ValueError:
         return None
-    if recipe.num_clients < 1 or not 0 <= recipe.number <= MAX_NUMBER or recipe.seed >= 2**63:
+    if not 0 <= recipe.number <= MAX_NUMBER:
+        raise ValueError(f"partition {name}: its number is {found[2]}; give one from 0 to {MAX_NUMBER:g}")
+    if recipe.num_clients < 1 or recipe.seed >= 2**63:
         raise ValueError(f"partition {name}: give at least 1 client, and a seed below 2^63")
     if recipe.name != name:
         raise ValueError(f"the partition {name} is called {recipe.name}: write it so")

@@ -119,7 +119,7 @@ class FeatureColumn:
     def _checked(self) -> dict[int, int]:
         """The checksums of the blocks that are on disk as they were written."""
         try:
-            kept = json.loads(self._sums.read_text())
+            kept = json.loads(self._sums.read_text(encoding="utf-8"))
             sums = {int(block): int(value) for block, value in kept["sums"].items()}
             if (kept["block"], kept["width"]) != (BLOCK, self._width):
                 return {}

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from dataset.arrays import ByteArray, IntArray
 from dataset.files import sync
-from dataset.journal import Journal
+from dataset.journal import FULL, Journal
 from dataset.store.annotations import offsets_of, stored
 from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex, check_index
 from dataset.store.native import (
@@ -112,7 +112,7 @@ class DataWriter:
     def __enter__(self) -> DataWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with _disk_errors(self._path):
+            with _disk_errors(self._path, self._journal):
                 plan = self._plan().encode()
                 if self._journal and self._journal.get("plan") == plan and self._temporary.exists():
                     self._take_up()
@@ -136,7 +136,7 @@ class DataWriter:
             raise OSError(
                 f"no space left on the disk of {self._path}: {(need - free) / 1e9:.2f} GB are missing; "
                 "free some or choose another disk"
-            )
+            ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._create()
         self._descriptor = os.open(self._temporary, os.O_RDWR)
         if hasattr(os, "posix_fallocate"):
@@ -203,7 +203,7 @@ class DataWriter:
         assert np.array_equal(sizes, places[rows + 1] - places[rows]), "a length was announced otherwise"
         self._crc[split][rows] = [zlib.crc32(image) for image in content]
         breaks = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
-        with _disk_errors(self._path):
+        with _disk_errors(self._path, self._journal):
             for start, stop in pairwise(breaks):
                 if start < stop:
                     _write_all(self._descriptor, content[start:stop], base + int(places[rows[start]]))
@@ -212,7 +212,7 @@ class DataWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                with _disk_errors(self._path):
+                with _disk_errors(self._path, self._journal):
                     self._complete()
         finally:
             self._discard()
@@ -348,13 +348,13 @@ def _sweep(path: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path, journal: Journal | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(
-                f"no space left on the disk while {path} was written; nothing of it was kept: "
-                "free some or choose another disk"
-            ) from None
+            kept = "nothing of it was kept: free some or choose another disk"
+            if journal and error.errno in FULL:
+                kept = f"what was done is kept in {journal.folder}: free some, and the same command goes on"
+            raise OSError(f"no space left on the disk while {path} was written; {kept}") from error
         raise

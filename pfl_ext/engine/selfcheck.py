@@ -48,7 +48,7 @@ Sums = Mapping[str, Tensor]
 def fingerprint(*words: Any) -> str:
     """A hash of the GPU, the versions, the engine's code and these words."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    texts = [path.read_text() for path in sources]
+    texts = [path.read_text(encoding="utf-8") for path in sources]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = torch.__version__, torch.version.cuda, gpu
     return hashlib.sha256(repr((texts, versions, words)).encode()).hexdigest()[:16]
@@ -94,7 +94,7 @@ class SelfCheck:
         seconds: float = SECONDS,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._folder, self._kept, self._seconds, self._end = folder, kept or cache_folder(), seconds, end
+        self._folder, self._kept, self._seconds, self._end = folder, kept or kept_folder(), seconds, end
         self._private = private
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: nothing was checked."""
@@ -273,10 +273,15 @@ def is_alive(attempt: Mapping[str, Any]) -> bool:
     return True
 
 
+def kept_folder() -> Path:
+    """The user's cache folder; without a home folder, a path at which no file can be kept."""
+    return cache_folder() or Path(os.devnull)
+
+
 def read_kept(place: Path) -> dict[str, Any]:
     """The content of a kept file; empty if it cannot be read."""
     try:
-        found = json.loads(place.read_text())
+        found = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

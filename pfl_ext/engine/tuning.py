@@ -24,9 +24,8 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from dataset.files import write_json
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.cpu.build import cache_folder
 from pfl_ext.engine.plan import Arrangement, dealt
-from pfl_ext.engine.selfcheck import end_if_dead, fingerprint, is_alive, read_kept, write_kept
+from pfl_ext.engine.selfcheck import end_if_dead, fingerprint, is_alive, kept_folder, read_kept, write_kept
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.privacy.central import ScalesUpdates
 from pfl_ext.processor import processor_model
@@ -93,7 +92,7 @@ class Tuner:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._own = None if folder is None else folder / "engine_choice.json"
-        self._settings, self._kept, self._clock = settings, kept or cache_folder(), clock
+        self._settings, self._kept, self._clock = settings, kept or kept_folder(), clock
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: there was nothing to choose."""
 

@@ -86,7 +86,7 @@ def read_genotype(given: str) -> Genotype:
     if "=" in given and not given.endswith(".json"):
         return _parsed(given)
     try:
-        held = json.loads(Path(given).read_text())
+        held = json.loads(Path(given).read_text(encoding="utf-8"))
         text = held["genotype"]
     except (OSError, ValueError, KeyError, TypeError) as fault:
         reason = str(fault).partition("\n")[0] or type(fault).__name__

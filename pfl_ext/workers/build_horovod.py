@@ -80,7 +80,7 @@ def run(
     """
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if log is not None:
-        log.write_text(done.stdout)
+        log.write_text(done.stdout, encoding="utf-8")
     if done.returncode:
         faults = [line for line in done.stdout.splitlines() if "error" in line.lower()] or ["no word of why"]
         where = f"; all of its output is in {log}" if log else ""
@@ -199,9 +199,10 @@ def repair(source: Path, cuda: Path | None) -> None:
     """Apply `REPAIRS`; each must find exactly the text that it replaces."""
     for name, old, new in REPAIRS:
         path = source / name
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
-        path.write_text(text.replace(old, new.format(cuda=cuda is not None) if "{cuda}" in new else new))
+        new = new.format(cuda=cuda is not None) if "{cuda}" in new else new
+        path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def prove() -> None:

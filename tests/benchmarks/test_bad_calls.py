@@ -92,6 +92,8 @@ BAD = [
     ("flair", f"{FLAIR} --run_dir=text", "--run_dir text is a file"),
     ("flair", f"{FLAIR} --run_dir=text/below", "text/below"),
     ("flair", f"{FLAIR} --run_dir=/proc/run", "/proc/run"),
+    ("flair", f"{FLAIR} --run_dir=gone", "--run_dir gone: the link gone leads nowhere"),
+    ("flair", f"{FLAIR} --run_dir=loop/below", "--run_dir loop/below: the link loop leads nowhere"),
     (
         "flair",
         f"{FLAIR} --model.arch=resnet19",
@@ -175,6 +177,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runtime.yaml").write_text("runtime: 3\n")
     (folder / "nothing.yaml").write_text("runtime:\n")
     (folder / "folder").mkdir()
+    (folder / "gone").symlink_to("nowhere")
+    (folder / "loop").symlink_to("loop")
     return folder
 
 

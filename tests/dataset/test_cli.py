@@ -32,6 +32,22 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(tmp_path: Path, comman
     assert (done.returncode, done.stderr) == (CLOSED_PIPE, "")
 
 
+CLOSED = """
+from dataset.cli import run; import os, sys
+def main(argv):
+    print("a line"); print("a line", file=sys.stderr, flush=True); sys.stderr.isatty()
+    if argv: raise ValueError(argv[0])
+sys.exit(10 + run(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words, code", [([], 10), (["a mistake"], 12)])
+def test_a_command_with_a_closed_stream_comes_to_its_end(closed: str, words: list[str], code: int) -> None:
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", CLOSED, *words]
+    assert subprocess.run(shell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == code
+
+
 def test_another_broken_pipe_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     def main(argv: Sequence[str]) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,49 @@ def test_what_was_written_is_not_written_again(tmp_path: Path, storage: Storage,
     assert created == [0]
     assert 0 < written[0] < 7
     assert_paired(output, rows)
+
+
+@pytest.mark.parametrize(
+    "owner, name, done, number, most",
+    [
+        (Path, "write_bytes", 8, errno.ENOSPC, 2 * BLOCK),
+        (Path, "write_bytes", 8, errno.EDQUOT, 2 * BLOCK),
+        (os, "pwrite", 10, errno.ENOSPC, 0),
+        (os, "posix_fallocate", 0, errno.ENOSPC, 0),
+        (shutil, "disk_usage", 0, None, 0),
+    ],
+)
+def test_a_disk_that_fills_costs_none_of_the_work(
+    owner: Any,
+    name: str,
+    done: int,
+    number: int | None,
+    most: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: Any,
+) -> None:
+    """While an entry of the journal is written, or an image; or before the output is begun."""
+    rows = records(100)
+    folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    calls, real = [0], getattr(owner, name)
+
+    def full(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] <= done:
+            return real(*args)
+        if number is None:
+            return SimpleNamespace(free=3000)
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        assert make(folder, output) == 2
+    checked = stop(scan, "_checked", -1)
+    assert make(folder, output) == 0
+    assert checked[0] <= most
+    assert_paired(output, rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"flair", "f.hdf5"}
 
 
 def test_a_file_left_half_completed_is_begun_anew(tmp_path: Path, stop: Any) -> None:

@@ -14,12 +14,13 @@ import pytest
 import torch
 from pfl.postprocessor.base import Postprocessor
 
-from pfl_ext.engine import selfcheck
+from pfl_ext.engine import selfcheck, tuning
 from pfl_ext.engine.gpu_layers import GpuLayers
 from pfl_ext.engine.graphs import StepGraphs
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.pool import LanePool
 from pfl_ext.engine.selfcheck import PATHS, SelfCheck
+from pfl_ext.engine.tuning import Tuner
 from tests.card import REAL, card, plain
 from tests.pfl_ext.engine.setting import Setting, distance, private
 
@@ -147,6 +148,24 @@ def test_a_fault_is_found_and_the_next_path_is_taken(
         report = json.loads((tmp_path / "engine_check.json").read_text())
         assert report["device"] == "H200 that is not there"
         assert [failure["path"] for failure in report["failures"]] == list(PATHS[:path])
+
+
+def test_without_a_home_folder_the_engine_is_checked_and_nothing_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(tuning, "SHORT", 0.0)
+    check, tuner = SelfCheck(), Tuner()
+    run(Setting(SIZES), check)
+    assert check.outcome is not None
+    assert check.outcome["path"] == 0
+    Setting(SIZES, tuner=tuner).run(True, lanes=2)
+    assert tuner.outcome is not None
+    assert tuner.outcome["source"] == "timed"
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "private"])

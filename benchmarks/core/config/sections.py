@@ -34,6 +34,8 @@ from pfl_ext.registry import Registry
 from pfl_ext.schedules import LEAST, DecayConfig
 
 BENCHMARKS = Path(__file__).parents[2]
+Threads = Annotated[int, Field(ge=1, le=1024)]
+"""A number of threads of one process, within what machines can start."""
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
@@ -345,7 +347,7 @@ class Runtime:
     """fast: the engine trains a cohort's users together (pfl_ext/engine); stock: pfl's own loop."""
     cpu_kernels: bool = True
     """Use convolutions and norms compiled at the first start (fast engine, CPU with a C++ compiler)."""
-    lanes: PositiveInt | None = None
+    lanes: Threads | None = None
     """Users that the fast engine trains at a time; none: one for each CPU thread, 4 on a GPU."""
     deterministic: bool = False
     """On a GPU, use torch's deterministic algorithms, if it has them, to repeat a run bit for bit; slower."""
@@ -355,13 +357,13 @@ class Runtime:
     """Time the first cohort to choose lanes (GPU) or groups (CPU); none: on a GPU, unless private."""
     fuse: bool | None = None
     """The fast engine trains users with one step in one pass; none: on a CPU, not on a GPU."""
-    threads: PositiveInt | None = None
+    threads: Threads | None = None
     """CPU threads of torch in one process; none: torch's own choice."""
-    reader_threads: PositiveInt = 2
+    reader_threads: Threads = 2
     """Threads that read and decode images, for each lane at the start; more on a GPU whose lanes wait."""
     prefetch: NonNegativeInt = 8
     """Users (batches, when centralised) that are read ahead."""
-    cache_gb: NonNegativeFloat = 4.0
+    cache_gb: Annotated[float, Field(ge=0, le=1e6)] = 4.0
     """Memory for decoded images of all splits together, in GB."""
     cache_features: bool = True
     """Cache the output of frozen layers for images that do not change: on disk, or for a round."""

@@ -90,7 +90,7 @@ def read_yaml(path: Path) -> Tree:
         ValueError: when the file is missing, is not YAML, or is not a mapping.
     """
     try:
-        tree = yaml.load(path.read_text(), _UniqueKeyLoader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as fault:
         raise ValueError(f"{path} is not readable YAML: {fault}") from fault
     if tree is None:

@@ -14,6 +14,7 @@ is one line.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -43,13 +44,12 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
 
 
-def cache_folder() -> Path:
-    """The folder in which the library and the engine's choices are kept for later runs of this user.
-
-    Raises:
-        RuntimeError: when there is no home folder.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+def cache_folder() -> Path | None:
+    """The folder in which the library and the engine's choices are kept for later runs of this user; None
+    where there is no home folder."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+    return None
 
 
 def compiled() -> Path:
@@ -61,12 +61,13 @@ def compiled() -> Path:
     program = compiler()
     if program is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
+    if (folder := cache_folder()) is None:
+        raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME")
     try:
-        folder = cache_folder()
-    except RuntimeError as error:
-        raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME") from error
-    try:
-        texts = (path.read_text() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
+        texts = (
+            path.read_text(encoding="utf-8")
+            for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+        )
         version = _run([program, "--version"]).stdout
         identity = "\n".join([*texts, program, version, *FLAGS, processor()])
         name = f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -87,7 +88,7 @@ def _one_builds(program: str, folder: Path, name: str) -> Path:
             if (path := _found(folder, name)) is not None:
                 return path
             if failure.exists() and failure.stat().st_mtime > began:
-                raise Unavailable(failure.read_text())
+                raise Unavailable(failure.read_text(encoding="utf-8"))
             try:
                 return _built(program, folder, name)
             except (Unavailable, OSError, subprocess.SubprocessError) as error:
@@ -131,7 +132,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def processor() -> str:
     """A description of the processor, on which ``-march=native`` depends."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine() + platform.processor()
     kept = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]

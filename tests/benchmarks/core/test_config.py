@@ -184,6 +184,12 @@ def test_every_field_has_a_description_of_one_line_which_help_shows(
             "privacy refuses federated.algorithm = scaff",
         ),
         (["--recipe=pfl", "--federated.num_rounds=20"], "server.warmup_rounds is 30"),
+        (["--runtime.cache_gb=1e308"], "cache_gb is '1e308': input should be less than or equal to 1000000"),
+        (
+            ["--runtime.threads=100000"],
+            "runtime.threads is '100000': input should be less than or equal to 1024",
+        ),
+        (["--runtime.lanes=100000"], "runtime.lanes is '100000': input should be less than or equal to 1024"),
         (["--server.beta1=1"], "server.beta1 is '1': input should be less than 1"),
     ],
 )

@@ -250,6 +250,35 @@ def test_a_run_is_the_same_with_a_failing_tracker(train: Train, monkeypatch: pyt
     assert models[0] == models[1]
 
 
+def test_a_disabled_run_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no file, whose growth would be waited for."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(tracking, "ROW_SECONDS", 0.1)
+    monkeypatch.delattr(tracking, "_size")
+    with Tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round") as tracker:
+        for line in LINES:
+            tracker.tell(line)
+    assert capsys.readouterr().err == "tracking: wandb, disabled\n"
+
+
+@pytest.mark.parametrize("shares", [None, {"cat": 0.5, "dog": 0.0}])
+def test_the_table_of_classes_has_the_columns_that_are_known(
+    shares: Mapping[str, float] | None, tmp_path: Path
+) -> None:
+    """Detection has the AP of each class, None where test has no object of it, and no prevalence."""
+    results: Tree = {"rounds": 1, "per_class_ap": {"cat": 12.5, "dog": None}}
+    results |= {} if shares is None else {"prevalence": shares}
+    with Tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round") as tracker:
+        tracker.finish(results, {"test": {"AP": 12.5}})
+    wandb.teardown()
+    (path,) = tmp_path.glob("wandb/latest-run/files/media/table/per_class_ap*.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["label", "AP"] + ["prevalence"] * (shares is not None)
+    assert table["data"][1][:2] == ["dog", None]
+
+
 def test_what_a_server_lacks_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill may come between a row's file and the server, which then has fewer than tracking.json says."""
     steps: list[int] = []

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.core.ledger import PUBLIC_RESULTS
 from benchmarks.fedcv import report
 from benchmarks.fedcv.classification import config, train
 from benchmarks.fedcv.paper import ACCURACY, DATA
 from dataset.cli import run
 from tests.benchmarks.fedcv.test_classification import small_run
+from tests.benchmarks.run_files import results
 
 Made = Callable[..., Path]
 
@@ -43,6 +46,14 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
     assert (tmp_path / "report" / "report.csv").read_text().startswith("setting,seeds,score,")
     assert run(report.main, [str(tmp_path / "other")]) == 2
     assert "no finished run of FedCV's tasks" in capsys.readouterr().err
+
+
+def test_a_public_release_has_no_minutes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = small_run("cifar100-efficientnet-c", tmp_path, "run")
+    released = {name: value for name, value in results(directory).items() if name in PUBLIC_RESULTS}
+    (directory / "results.json").write_text(json.dumps(released))
+    assert run(report.main, [str(directory), f"--output_dir={tmp_path / 'report'}"]) == 0
+    assert "| - | - | not released |" in capsys.readouterr().out
 
 
 def test_the_papers_number_stands_beside_its_own_setting_and_data_alone(

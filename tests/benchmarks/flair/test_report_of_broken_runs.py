@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.compare.__main__ import main as compare
 from benchmarks.flair.config import FLAIR as BENCHMARK
 from benchmarks.flair.report import collect, main, markdown
 from benchmarks.reporting.folders import find_runs
@@ -116,6 +118,35 @@ def test_hostile_files_of_a_run_are_what_its_record_says(
     found = read_run(directory, BENCHMARK).fault
     assert found is not None
     assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    "key, value, named",
+    [
+        ("data", 5, "data = 5"),
+        ("data", {"users": {"test": "x"}}, "data users test = 'x'"),
+        ("weights", 5, "weights = 5"),
+        ("per_user", "x", "per_user = 'x'"),
+        ("per_user", {"quantiles": {"C-AP": 5}}, "per_user quantiles C-AP = 5"),
+        ("traffic", "x", "traffic = 'x'"),
+        ("traffic", {"down": 1}, "traffic up = {'down': 1}"),
+        ("wall_clock_s", "1", "wall_clock_s = '1'"),
+        ("last", {"test": 5}, "last test = 5"),
+        ("parameters", "many", "parameters = 'many'"),
+    ],
+)
+def test_a_part_of_another_type_is_what_the_record_says(
+    key: str, value: Any, named: str, tmp_path: Path
+) -> None:
+    """Each ended a report or a comparison in a traceback."""
+    directory = make_run(tmp_path / "run")
+    results = json.loads((directory / "results.json").read_text())
+    (directory / "results.json").write_text(json.dumps({**results, key: value}))
+    record = read_run(directory, BENCHMARK)
+    assert record.fault is not None
+    assert record.fault.startswith(f"its files are damaged (ValueError: results.json has {named}: ")
+    assert record.experiment
+    assert run(compare, [str(directory), f"--output_dir={tmp_path / 'compared'}"]) == 2
 
 
 @pytest.mark.parametrize("line", [DEEP, "[]", "3", '{"round": []}', '{"round": 1e999}', "{}"])

@@ -136,6 +136,7 @@ CALLS = [
     ("compare", "torn", "torn holds no whole run (JSONDecodeError"),
     ("compare", "--output_dir=out", "the following arguments are required: RUN_DIR"),
     ("compare", "whole --output_dir=file", "file is a file, not a folder"),
+    ("compare", "whole --output_dir=gone", "--output_dir gone: the link gone leads nowhere"),
     ("compare", "whole --output_dir=", "--output_dir is empty"),
     ("compare", "whole --target=x", "--target: invalid float value: 'x'"),
     ("compare", "whole --target=nan", "--target is nan: give a percentage"),
@@ -148,6 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("bad")
     (top / "file").write_text("a: [1")
     (top / "empty").mkdir()
+    (top / "gone").symlink_to("nowhere")
     make_run(top / "whole", "pfl-r-17")
     make_run(top / "other", "pfl-r-17", shift=1.0)
     make_run(top / "small", "fl-r-17", "--scale=small", seed=1)

@@ -187,6 +187,8 @@ def test_a_whole_name_says_all_and_is_written_in_one_way() -> None:
     for wrong in ("lda-0.5-clients-0-seed-42", f"lda-0.5-clients-1-seed-{2**63}"):
         with pytest.raises(ValueError, match="at least 1 client, and a seed below"):
             read_name(wrong)
+    with pytest.raises(ValueError, match=r"its number is 1e300; give one from 0 to 1e\+100"):
+        read_name("lda-1e300-clients-10-seed-0")
 
 
 def test_kinds_without_a_number_are_asked_for_by_their_name_alone() -> None:
