@@ -382,15 +382,15 @@ def test_a_split_without_images_is_described(tmp_path: Path) -> None:
     write_mini(tmp_path / "f.hdf5", SMALL)
     with DataFile(tmp_path / "f.hdf5") as file:
         index = file.split("val")
-        nothing = np.arange(0)
+        nobody = index.user_index[:0]
         empty = dataclasses.replace(
             index,
             user_ids=index.user_ids[:0],
-            user_offsets=nothing,
-            user_index=nothing,
+            user_offsets=index.user_offsets[:0],
+            user_index=nobody,
             image_ids=index.image_ids[:0],
             annotations={
-                name: LabelMatrix(np.zeros(1, np.int64), nothing, len(mapping))
+                name: LabelMatrix.from_pairs(nobody, nobody, 0, len(mapping))
                 for name, mapping in file.reader.label_mappings.items()
             },
         )

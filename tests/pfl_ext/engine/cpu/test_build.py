@@ -222,7 +222,9 @@ def test_a_process_that_holds_the_lock_for_ever_is_not_waited_for(
     monkeypatch.setattr(build, "WAIT_SECONDS", 0.05)
     with pytest.raises(build.Unavailable):
         build.compiled()
-    (lock,) = build.cache_folder().glob(".*.lock")
+    folder = build.cache_folder()
+    assert folder is not None
+    (lock,) = folder.glob(".*.lock")
     with locked(lock, ""), pytest.raises(build.Unavailable, match="no such vector"):
         build.compiled()
     assert (empty_cache / "begun").read_text() == "\n" * 4
