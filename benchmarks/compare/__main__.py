@@ -199,7 +199,7 @@ def main(argv: Sequence[str]) -> None:
 def _of_an_earlier_one(folder: Path) -> set[str]:
     """The files that an earlier comparison wrote into a folder; the user's own files are none of them."""
     try:
-        names = (folder / WRITTEN).read_text().splitlines()
+        names = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return set()
     near = {name for name in names if Path(name).parent in (Path(), Path("charts"))}
