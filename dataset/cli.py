@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import shlex
 import signal
 import sys
 import tempfile
@@ -162,6 +163,25 @@ def is_address(place: str | None) -> bool:
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+CHECKOUT = (Path(__file__).parents[1] / "Makefile").exists()
+"""Whether this is a checkout, and no installed package."""
+
+
+def training_command(target: str, installed: str, data: Path, options: str) -> str:
+    """The command that trains on a file.
+
+    Args:
+        target: in a checkout, such as ``make flair-fl``.
+        installed: the words after ``fl-train`` where the package is installed.
+        data: the file.
+        options: of the run; may be empty.
+    """
+    place = shlex.quote(str(data))
+    if CHECKOUT:
+        return f"{target} DATA={place}" + (f' ARGS="{options}"' if options else "")
+    return f"fl-train {installed} --data_path {place} {options}".rstrip()
 
 
 def refuse_broken_link(option: str, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataset.cli import input_file, is_address
+from dataset.cli import input_file, is_address, training_command
 from dataset.fetch.annotated import (
     COLUMNS,
     USERS_CSV,
@@ -183,10 +182,11 @@ def _say_training(output: Path, form: str) -> None:
             return
         users = file.split("train").num_users
     task, cohort = TRAINED_BY[form]
-    more = f' ARGS="--federated.cohort_size {users}"' if users < cohort else ""
+    options = f"--federated.cohort_size {users}" if users < cohort else ""
     if users == 1:
-        more = ' ARGS="--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"'
-    print(f"train on it: make fedcv-fl TASK={task} DATA={shlex.quote(str(output))}{more}", file=sys.stderr)
+        options = "--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"
+    command = training_command(f"make fedcv-fl TASK={task}", f"fedcv-{task}", output, options)
+    print(f"train on it: {command}", file=sys.stderr)
 
 
 def _users(arguments: argparse.Namespace, files: Mapping[str, bytes], ways: Sequence[str]) -> Users | None:

@@ -144,7 +144,7 @@ def test_the_command_that_a_made_file_is_trained_by_is_read(
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.setattr("dataset.convert.__main__.CHECKOUT", checkout)
+    monkeypatch.setattr("dataset.cli.CHECKOUT", checkout)
     root = write_folder(tmp_path / "own", range(54))
     words = f"folder --images {root} --val_share=0.2 --test_share=0.2 --split_by=images"
     if several:

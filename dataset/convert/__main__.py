@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dataset.cli import OneLineParser, cores, input_file, output_file, run
+from dataset.cli import OneLineParser, cores, input_file, output_file, run, training_command
 from dataset.convert import folder, hf, leaf, npz, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
@@ -37,8 +37,6 @@ SHARE = 0.1
 ISIC = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 """The columns of FLamby's CSV that have the names of the classes, in their order."""
 SEVERAL = ";"
-CHECKOUT = (Path(__file__).parents[2] / "Makefile").exists()
-"""Whether this is a checkout, and no installed package."""
 
 
 def _parser() -> OneLineParser:
@@ -390,10 +388,7 @@ def _say(output: Path, clients: bool) -> None:
     if missing or not clients:
         return
     options = f"--scale {scale}" + (f" --federated.cohort_size {users}" if users < cohort else "")
-    command = f'{target} DATA={place} ARGS="{options}"'
-    if not CHECKOUT:
-        command = f"fl-train {installed} --data_path {place} {options}"
-    print(f"train on it: {command}", file=sys.stderr)
+    print(f"train on it: {training_command(target, installed, output, options)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

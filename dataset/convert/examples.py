@@ -53,11 +53,11 @@ def _values(data: bytes, kind: int) -> npt.NDArray[Any]:
 def _integers(packed: bytes) -> npt.NDArray[np.uint64]:
     """Varints one after another: seven bits a byte, the lowest first; the last byte of each is below 128."""
     data = np.frombuffer(packed, np.uint8)
-    ends = np.flatnonzero(data < 128)
-    if not len(data) or not len(ends) or ends[-1] != len(data) - 1:
-        if not len(data):
-            return np.empty(0, np.uint64)
+    if not len(data):
+        return np.empty(0, np.uint64)
+    if data[-1] > 127:
         raise ValueError("an integer is cut off")
+    ends = np.flatnonzero(data < 128)
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
     if lengths.max() > 10:

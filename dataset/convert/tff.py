@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown, split_by_names
-from dataset.convert.tff_sqlite import is_sqlite
+from dataset.convert.tff_sqlite import LABELS, PIXELS, is_sqlite
 from dataset.convert.tff_sqlite import read as read_sqlite
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
@@ -27,9 +27,6 @@ from dataset.store.native import dataset, member, opened
 from dataset.store.probe import probe
 
 EXAMPLES = "examples"
-_PIXELS = ("pixels", "image")
-_LABELS = {"label": "labels", "coarse_label": "coarse_labels"}
-"""The names of a client's HDF5 data sets, and the annotations that they become."""
 
 
 def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
@@ -68,8 +65,8 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
     for path, _ in files:
         probe(path)
     coarse = all(_has_coarse(path) for path, _ in files)
-    chosen = list(_LABELS)[: 2 if coarse else 1]
-    kinds: Mapping[str, Kind] = {_LABELS[leaf]: "class" for leaf in chosen}
+    chosen = list(LABELS)[: 2 if coarse else 1]
+    kinds: Mapping[str, Kind] = {LABELS[leaf]: "class" for leaf in chosen}
     names = {name: Names(given if name == "labels" else None, numbered=True) for name in kinds}
     scale, shapes = Scale(), set[tuple[int, int, int]]()
     parts, empty, size = [], [], 0
@@ -111,9 +108,9 @@ def _of_client(
 ) -> tuple[h5py.Dataset, list[npt.NDArray[Any]]]:
     """The images of a client, which are not read yet, and its labels."""
     group = member(clients, client)
-    leaf = next((name for name in _PIXELS if isinstance(group, h5py.Group) and name in group), None)
+    leaf = next((name for name in PIXELS if isinstance(group, h5py.Group) and name in group), None)
     if leaf is None:
-        raise ValueError(f"{where} has neither {' nor '.join(_PIXELS)}")
+        raise ValueError(f"{where} has neither {' nor '.join(PIXELS)}")
     images = dataset(group, leaf)
     if images.dtype.kind not in "uif" or not images.ndim:
         raise ValueError(f"{where}/{leaf} holds {images.dtype}, no pixels")

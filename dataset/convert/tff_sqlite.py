@@ -29,9 +29,10 @@ from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES
 
 Features = Mapping[str, npt.NDArray[Any]]
-_PIXELS = ("pixels", "image")
-_LABELS = {"label": "labels", "coarse_label": "coarse_labels"}
-"""The features of a class, and the annotations that they become."""
+PIXELS = ("pixels", "image")
+"""The names of an image."""
+LABELS = {"label": "labels", "coarse_label": "coarse_labels"}
+"""The names of a class, and the annotations that they become."""
 _SPLITS = "SELECT DISTINCT split_name FROM examples ORDER BY split_name"
 _EXAMPLES = (
     "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
@@ -69,8 +70,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
     names: dict[str, Names] = {}
     for named, split in _splits(source, prefix).items():
         rows: Rows | None = None
-        for client, number, features in _examples(source, named):
-            where = f"{source}, split {named}, client {shown(client)}, example {number}"
+        for where, client, number, features in _examples(source, named):
             if not kinds:
                 kinds, names = _annotations(features, given, where)
             rows = rows or Rows(kinds, names)
@@ -115,10 +115,10 @@ def _annotations(
 ) -> tuple[dict[str, Kind], dict[str, Names]]:
     """The annotations that images like this one have, and their classes."""
     if "label" in features:
-        found = [name for leaf, name in _LABELS.items() if leaf in features]
+        found = [name for leaf, name in LABELS.items() if leaf in features]
         names = {name: Names(given if name == "labels" else None, numbered=True) for name in found}
         return dict.fromkeys(found, "class"), names
-    attributes = sorted(set(features) - set(_PIXELS))
+    attributes = sorted(set(features) - set(PIXELS))
     if not attributes:
         raise ValueError(f"{where} has neither a label nor attributes")
     if given is not None:
@@ -130,7 +130,7 @@ def _labels(
     features: Features, kinds: Mapping[str, Kind], names: Mapping[str, Names], where: str
 ) -> list[Any]:
     if kinds["labels"] == "class":
-        return [_number(features, leaf, where) for leaf, name in _LABELS.items() if name in kinds]
+        return [_number(features, leaf, where) for leaf, name in LABELS.items() if name in kinds]
     attributes = names["labels"].given or ()
     values = {name: _number(features, name, where) for name in attributes}
     if bad := next((name for name, value in values.items() if value not in (0, 1)), None):
@@ -148,23 +148,23 @@ def _number(features: Features, leaf: str, where: str) -> int:
 
 
 def _image(features: Features, where: str) -> npt.NDArray[Any]:
-    found = next((features[leaf] for leaf in _PIXELS if leaf in features), None)
+    found = next((features[leaf] for leaf in PIXELS if leaf in features), None)
     if found is None:
-        raise ValueError(f"{where} has neither {' nor '.join(_PIXELS)} of numbers")
+        raise ValueError(f"{where} has neither {' nor '.join(PIXELS)} of numbers")
     return found
 
 
 def _images(source: Path, named: str, scale: Scale) -> Any:
     def images(start: int) -> Iterator[Image]:
-        for client, number, features in _examples(source, named, start):
-            image = _image(features, where := f"{source}, client {shown(client)}, example {number}")
+        for where, _, _, features in _examples(source, named, start):
+            image = _image(features, where)
             yield scale.pixels(image, shape_of(image.shape, where))
 
     return images
 
 
-def _examples(source: Path, named: str, start: int = 0) -> Iterator[tuple[str, int, Features]]:
-    """The client, the number among the client's images, and the features of each image of a split."""
+def _examples(source: Path, named: str, start: int = 0) -> Iterator[tuple[str, str, int, Features]]:
+    """Each image's place for errors, its client, its number among the client's, and its features."""
     last, number = None, 0
     for place, (owner, proto) in enumerate(_query(source, _EXAMPLES, named)):
         client = _text(owner, f"{source}, row {place + 1} of split {named}, client_id")
@@ -174,7 +174,7 @@ def _examples(source: Path, named: str, start: int = 0) -> Iterator[tuple[str, i
             where = f"{source}, split {named}, client {shown(client)}, example {number}"
             if not isinstance(proto, bytes):
                 raise ValueError(f"{where} is no serialised tf.train.Example")
-            yield client, number, parse(proto, where)
+            yield where, client, number, parse(proto, where)
 
 
 def _text(value: object, where: str) -> str:
