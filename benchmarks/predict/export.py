@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     model = trained(options.run_dir)
     write_bytes(output, exported(model))
     classes = f"{len(model.classes):,} classes"
-    print(f"written: {output} ({model.task.outputs}, {classes}, images of {model.image_size} pixels)")
+    print(f"written: {output} ({classes}, images of {model.image_size} pixels)")
 
 
 if __name__ == "__main__":

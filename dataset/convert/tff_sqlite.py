@@ -104,6 +104,8 @@ def _splits(source: Path, prefix: str | None) -> dict[str, str]:
         raise ValueError(f"{source} has no example")
     if prefix is None and len(sets) == 1:
         return next(iter(sets.values()))
+    if set(sets) == {""}:
+        raise ValueError(f"{source} has splits without a prefix: leave --prefix out")
     if prefix not in sets:
         given = "" if prefix is None else f", not --prefix {prefix}"
         raise ValueError(f"{source} has splits of {', '.join(map(shown, sets))}{given}: choose by --prefix")

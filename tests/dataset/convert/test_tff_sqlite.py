@@ -141,6 +141,11 @@ FAULTS: list[tuple[Callable[[Path], object], str, str]] = [
         "a.sqlite",
         "a.sqlite has splits of 'all', 'digits_only': choose by --prefix",
     ),
+    (
+        changed("UPDATE examples SET split_name = 'train'"),
+        "a.sqlite --prefix=all",
+        "a.sqlite has splits without a prefix: leave --prefix out",
+    ),
     (lambda _: None, "a.sqlite --prefix=some", "a.sqlite has splits of 'all', not --prefix some: choose by"),
     (
         changed("UPDATE examples SET client_id = CAST(x'ff' AS TEXT)"),
