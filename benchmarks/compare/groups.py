@@ -16,7 +16,6 @@ from benchmarks.core.config.effects import reason_for
 from benchmarks.core.config.trees import Tree, as_word
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord
-from pfl_ext.algorithms.fedper import FedPer, FedPerOptions
 
 MOST_KEYS = 3
 """Keys that a label names; where more differ, it names the directory."""
@@ -65,10 +64,7 @@ class Group:
     def keeps_parts(self) -> bool:
         """Whether each user keeps some variables of its model, so that no user has the server's model."""
         federated = self.runs[0].config.federated
-        if "federated.algorithm" not in self.keys or not issubclass(federated.chosen, FedPer):
-            return False
-        options = federated.chosen_options
-        return not isinstance(options, FedPerOptions) or options.personal is not None
+        return "federated.algorithm" in self.keys and federated.chosen.keeps_parts(federated.chosen_options)
 
     @cached_property
     def has_sizes_of_setting(self) -> bool:

@@ -125,8 +125,10 @@ def _marks_in_words(groups: Sequence[Group], columns: Sequence[Column]) -> list[
     if any(DAGGER in cell for cell in cells):
         names = {str(group.keys["federated.algorithm"]): None for group in groups if group.keeps_parts}
         trained = escaped(" or ".join(names))
-        said.append(f"{DAGGER}Score of the server's model. Users who trained with {trained} do not use it:")
-        said.append("each has a model of its own.")
+        said.append(
+            f"{DAGGER}Score of the server's model, never bold. Users who trained with {trained} do not"
+        )
+        said.append("use it: each has a model of its own.")
     return said
 
 
@@ -209,7 +211,7 @@ def _on_test(
     groups: Sequence[Group], found: Sequence[Sequence[float]], names: Sequence[str] | None = None
 ) -> list[str]:
     """`_best` of scores on test, with a dagger where users have other models than the one that was scored."""
-    cells = _best(groups, found, names)
+    cells = _best(groups, found, names, of_users=False)
     return [
         cell + DAGGER if values and group.keeps_parts else cell
         for cell, values, group in zip(cells, found, groups)
@@ -217,7 +219,10 @@ def _on_test(
 
 
 def _best(
-    groups: Sequence[Group], found: Sequence[Sequence[float]], names: Sequence[str] | None = None
+    groups: Sequence[Group],
+    found: Sequence[Sequence[float]],
+    names: Sequence[str] | None = None,
+    of_users: bool = True,
 ) -> list[str]:
     """Cells of scores. Bold is the best of several groups with the same images and number of seeds.
 
@@ -225,6 +230,7 @@ def _best(
         groups: of the cells.
         found: the scores of each group's seeds.
         names: of the score in each cell; None: all have the same.
+        of_users: whether they are of the users' models, else of the server's, where no user may have it.
     """
     cells = [escaped(in_words(values, "percent")) for values in found]
     for place, group in enumerate(groups):
@@ -232,6 +238,8 @@ def _best(
             cells[place] += f" ($n = {len(found[place])}$)"
     rivals: dict[tuple[object, ...], list[int]] = {}
     for place, group in enumerate(groups):
+        if not of_users and group.keeps_parts:
+            continue
         if found[place] and group.finished and math.isfinite(statistics.fmean(found[place])):
             kind = (group.images_key, len(found[place]), None if names is None else names[place])
             rivals.setdefault(kind, []).append(place)

@@ -25,8 +25,8 @@ from benchmarks.core.centralised import train_centralised
 from benchmarks.core.code_version import commit
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.digests import experiment_digest
-from benchmarks.core.config.sections import Runtime
-from benchmarks.core.config.trees import Tree
+from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.disk import check_disk
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.extended import check_extension, extend
@@ -43,7 +43,7 @@ from benchmarks.core.secret import statement_path
 from benchmarks.core.single_users import scores_of_users
 from benchmarks.core.tracking import Tracking
 from dataset.cli import held, refuse_broken_link
-from dataset.files import file_digest, own_modules, write_json
+from dataset.files import OWN, file_digest, own_modules, write_json
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
 from dataset.store.validate import check_columns
@@ -186,14 +186,22 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
     if results["best_step"] == 0 < results["rounds"]:
         print(
             f"WARNING: by {by} on val, no {results['unit']} made the model better than it was before: these "
-            "scores and model.safetensors are the untrained model's; set evaluation.best_by to last, or to "
-            "another score",
+            f"scores and model.safetensors are the {_untrained(experiment.config)}; set evaluation.best_by "
+            "to last, or to another score",
             file=sys.stderr,
         )
     statement = statement_path(directory)
     if statement.exists() and (paragraph := checkpoint.read_json(statement).get("paragraph")):
         print(f"\n{textwrap.fill(paragraph, 110)}\n")
     print(f"run directory: {directory} (metrics.jsonl, results.json, model.safetensors, plots/)")
+
+
+def _untrained(config: TrainingConfig) -> str:
+    """What a model is that no round made better."""
+    federated = config.federated
+    if config.mode != "federated" or not federated.chosen.keeps_parts(federated.chosen_options):
+        return "untrained model's"
+    return f"untrained server model's, which no user of {federated.name} has: each has a model of its own"
 
 
 def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClassifier:
@@ -243,6 +251,12 @@ def _train(
             )
         if config.mode == "federated" and (warning := experiment.warning()):
             print(warning, file=sys.stderr)
+        before = None if run.origin is None else read_yaml(run.origin).get("own_code")
+        if None not in (before, config.own_code) and before != config.own_code:
+            print(
+                f"WARNING: --config {run.origin} is of another version of {os.environ.get(OWN, OWN)}",
+                file=sys.stderr,
+            )
     inputs = inputs_of(experiment, module, data_path)
     files.begin()
     inputs = inputs.standardised(experiment, module, files)

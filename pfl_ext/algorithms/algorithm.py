@@ -218,6 +218,11 @@ class Choice:
         return {}
 
     @classmethod
+    def keeps_parts(cls, options: Any) -> bool:
+        """Whether each user keeps some variables of its model, so that no user has the server's model."""
+        return False
+
+    @classmethod
     def check(cls, setup: Setup) -> None:
         """Refuse a run that cannot be trained, before anything is written.
 

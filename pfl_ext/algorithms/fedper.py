@@ -72,6 +72,11 @@ class FedPer(Personalised):
             )
 
     @classmethod
+    def keeps_parts(cls, options: Any) -> bool:
+        """With any personal variables."""
+        return getattr(options, "personal", "norms") is not None
+
+    @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
         """Names of the variables that `personal` selects."""
         return personal_names(module, options.personal)

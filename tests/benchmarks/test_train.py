@@ -82,12 +82,22 @@ def test_the_saved_model_is_the_one_that_scored_best(train: Train) -> None:
         assert all(torch.equal(last[f"best/{name}"], saved[name]) for name in saved)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "whose"),
+    [
+        ("fedavg", "untrained model's;"),
+        ("fedper", "untrained server model's, which no user of fedper has: each has a model of its own;"),
+    ],
+)
 def test_a_best_model_that_is_the_untrained_one_is_said(
-    train: Train, capsys: pytest.CaptureFixture[str]
+    algorithm: str, whose: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train("--server.learning_rate=100", "--federated.num_rounds=1")
+    words = ("--server.learning_rate=100", "--federated.num_rounds=1")
+    directory = train(*words, f"--federated.algorithm={algorithm}")
     assert results(directory)["best_step"] == 0
-    assert "WARNING: by loss on val, no round made the model better" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "WARNING: by loss on val, no round made the model better" in said
+    assert whose in said
 
 
 FOLLOWED = 5

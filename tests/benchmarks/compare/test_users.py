@@ -75,7 +75,16 @@ def test_own_models_have_their_mean_and_a_servers_model_that_nobody_uses_a_mark(
     marked = {name: r"$^\dagger$" in row[r"C-AP exact on test (\%)"] for name, row in cells.items()}
     assert marked == {"fedper": True, "ditto": False, "FL-R-17": False}
     caption = text[text.index(r"\caption") : text.index(r"\label")]
-    assert "Users who trained with fedper do not use it: each has a model of its own." in caption
+    assert "never bold. Users who trained with fedper do not use it: each has a model of its own." in caption
+
+
+def test_a_servers_model_that_nobody_uses_is_never_the_best(tmp_path: Path) -> None:
+    for name, shift in {"fedper": 9.0, "ditto": 6.0, "pfedme": 5.0}.items():
+        argv = f"--federated.algorithm={name}"
+        make_run(tmp_path / name, "fl-r-17", argv, shift=shift, clients=personal(1.0, 1.0))
+    heads, *rows = rows_of(latex(compare([tmp_path]), "command"))
+    cells = {row[0].rpartition(" ")[2]: row[heads.index(r"C-AP exact on test (\%)")] for row in rows}
+    assert [name for name, cell in cells.items() if "textbf" in cell] == ["ditto"]
 
 
 def test_fedper_without_parts_of_users_has_the_servers_model(tmp_path: Path) -> None:

@@ -69,6 +69,19 @@ def test_predictions_of_an_edited_network_are_refused(
     assert run(main, words) == 0
 
 
+def test_the_config_of_a_run_trains_an_edited_network_with_a_warning(
+    ones_own: Path, mini_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train_into(ones_own / "run", mini_file, "--model.arch=net_to_predict")
+    for edit, warned in (("", False), ("\n", True)):
+        (ones_own / "net_to_predict.py").write_text(NETWORK + edit)
+        capsys.readouterr()
+        words = (f"--config={first / 'config.yaml'}", "--model.arch=net_to_predict")
+        train_into(ones_own / f"again{warned}", mini_file, *words)
+        warning = f"WARNING: --config {first / 'config.yaml'} is of another version of net_to_predict\n"
+        assert (warning in capsys.readouterr().err) == warned
+
+
 def test_a_run_without_code_of_the_users_predicts_whatever_was_edited(
     ones_own: Path, mini_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
