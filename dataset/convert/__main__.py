@@ -86,6 +86,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
     nobody = "skip: users whom the source lists without an image are left out and counted (fail)"
     add("--on_empty_user", choices=("fail", "skip"), default="fail", help=nobody)
+    add("--licence", metavar="TEXT", default="the source's", help="of the images, for the file")
     add("--workers", type=int, default=cores(), help="threads (one for each core)")
 
 
@@ -340,7 +341,7 @@ def main(argv: Sequence[str]) -> None:
     provenance = {
         "source": str(place),
         "format": arguments.format,
-        "licence": "the source's",
+        "licence": arguments.licence,
         "users_without_images": len(found.empty_users),
     }
     source = assembled(found, _dealing(arguments, has_splits, found.clients), provenance)

@@ -254,8 +254,9 @@ def test_bad_images_and_users_without_images_are_left_out_on_request() -> None:
     Path("own/eve").mkdir()
     Path("own/bob/cat/x.jpg").write_bytes(b"x")
     more = "--on_bad_image=skip --on_empty_user=skip --split_by=images --test_share=0.4"
-    convert(f"folder --images=own {more}", Path("out.hdf5"))
+    convert(f"folder --images=own {more} --licence=CC0", Path("out.hdf5"))
     assert len(shown(Path("out.hdf5"))) == 27
     with DataFile(Path("out.hdf5")) as file:
+        assert file.provenance["licence"] == "CC0"
         assert [one["image_id"] for one in file.provenance["skipped_images"]] == ["bob/cat/x.jpg"]
         assert file.provenance["users_without_images"] == 1
