@@ -31,7 +31,8 @@ from benchmarks.compare.series import (
 from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, save_both, style
 from benchmarks.reporting.runs import unprotected
 from dataset.arrays import BoolArray, FloatArray
-from dataset.pages import Html, clean, tag
+from dataset.drawing import THIN, write_figure
+from dataset.pages import Html, tag
 from pfl_ext.tasks.multi_label_scores import shown
 
 WIDTH, HEIGHT = 4.4, 3.1
@@ -205,9 +206,8 @@ def _part(line: Line, kept: Callable[[FloatArray], BoolArray]) -> Line:
 
 
 def _plain(label: str) -> str:
-    """A label for matplotlib, which would read what stands between dollars as mathematics and hide a name
-    that begins with an underscore."""
-    return clean(label).replace("$", r"\$") if not label.startswith("_") else _plain(f"\u200a{label}")
+    """A label for matplotlib, which would hide a name that begins with an underscore."""
+    return f"{THIN}{label}" if label.startswith("_") else label
 
 
 def svg(chart: Chart, labels: Sequence[str]) -> Html:
@@ -219,7 +219,8 @@ def svg(chart: Chart, labels: Sequence[str]) -> Html:
     draw(axes, chart, None, (INK, LINE, *SERIES))
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title}):
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        write_figure(figure, buffer, "", format="svg", metadata=nothing)
     caption = tag("figcaption", chart.title)
     return tag("figure", caption, Html(_inline(buffer.getvalue(), chart.alt(labels))))
 

@@ -239,7 +239,8 @@ def facts(comparison: Comparison) -> Html:
         ]
         for fact in FACTS
     }
-    same = {fact: found[0][0] for fact, found in values.items() if _is_same(found)}
+    known = {fact: {value for each in found for value in each} for fact, found in values.items()}
+    same = {fact: next(iter(found)) for fact, found in known.items() if len(found) == 1}
     rows = [
         [fact, *("; ".join(_short(fact, one) for one in each) or NONE for each in found)]
         for fact, found in values.items()
@@ -250,11 +251,6 @@ def facts(comparison: Comparison) -> Html:
     parts = [tag("p", "The same for all finished runs:"), common] if same else []
     parts += [table("Where the groups differ", heads, rows, words=True)] if rows else []
     return join(parts)
-
-
-def _is_same(found: Sequence[Sequence[str]]) -> bool:
-    known = {value for each in found for value in each}
-    return len(known) == 1 and any(found)
 
 
 def _short(fact: str, value: str) -> str:

@@ -44,6 +44,7 @@ from benchmarks.core.single_users import scores_of_users
 from benchmarks.core.tracking import Tracking
 from dataset.cli import held, refuse_broken_link
 from dataset.files import OWN, file_digest, own_modules, write_json
+from dataset.pages import clean
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
 from dataset.store.validate import check_columns
@@ -147,6 +148,8 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
     directory = Path(from_main(str(directory_of(run, data_path)) if is_main() else None))
     refuse_broken_link("--run_dir", directory)
+    if str(directory) != str(directory).encode(errors="replace").decode():
+        raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--run_dir {directory} is a file: choose another")
     if is_main():

@@ -131,6 +131,14 @@ class Experiment(ABC, Generic[C]):
             ValueError: when the file has no such images.
         """
 
+    def split_of_file(self, name: str) -> ImageStore:
+        """A split by its name in the file; `split` gives test as val where test is followed.
+
+        Raises:
+            ValueError: when the file has no such images.
+        """
+        return self.split(name)
+
     @property
     @abstractmethod
     def class_names(self) -> Sequence[str]:

@@ -99,6 +99,10 @@ class OfAnnotatedImages(Experiment[C]):
         """Images with their annotations."""
         return self.view.split("test" if (name, self.followed) == ("val", "tracked") else name)
 
+    def split_of_file(self, name: str) -> ImageStore:
+        """Images with their annotations."""
+        return self.view.split(name)
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """The classes."""

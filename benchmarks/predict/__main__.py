@@ -135,7 +135,7 @@ def _of_split(
     model: Trained, file: DataFile, name: str, size: int, chosen: IntArray | None
 ) -> tuple[Iterator[Batch], int]:
     """The images of a split in batches, and how many there are; ``chosen``: the rows of only some of them."""
-    store: Any = model.on(file).split(name)
+    store: Any = model.on(file).split_of_file(name)
     rows_of_all = np.arange(int(store.user_offsets[-1])) if chosen is None else chosen
     owners = np.repeat(np.arange(len(store.user_ids)), np.diff(store.user_offsets))
     of_labels = model.task.outputs == "image"

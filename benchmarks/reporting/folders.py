@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.reporting.runs import FOREIGN, RunOfAnother, RunRecord
+from dataset.pages import clean
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
@@ -58,7 +59,7 @@ def finished_runs(
         except RunOfAnother as other:
             others[str(other).removeprefix(FOREIGN).split(",")[0].strip()] += 1
         except ValueError as fault:
-            left_out.append(str(fault))
+            left_out.append(clean(fault))
     left_out += [f"{number:,} run{'s' * (number > 1)} of {name}" for name, number in others.items()]
     if not found:
         raise ValueError(f"no finished run {what} in {', '.join(map(str, places))}: {'; '.join(left_out)}")

@@ -18,6 +18,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from dataset.arrays import FloatArray
+from dataset.drawing import write_figure
 from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import shown
 
@@ -73,7 +74,8 @@ def save(figure: Figure, path: Path) -> None:
     with rc_context({"svg.hashsalt": path.name}):  # the same ids in the same figure
         kind = path.suffix.removeprefix(".")
         dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        figure.savefig(buffer, format=kind, dpi=150, metadata=dates.get(kind))
+        name = path.name if kind == "png" else ""  # else a warning for each format
+        write_figure(figure, buffer, name, format=kind, dpi=150, metadata=dates.get(kind))
     write_bytes(path, buffer.getvalue())
 
 

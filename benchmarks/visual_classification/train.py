@@ -66,6 +66,10 @@ class VisualClassification(Experiment[Config]):
         """Images with their classes; val is what is followed over the rounds."""
         return self.task.split(self.config.data.scored if name == "val" else name)
 
+    def split_of_file(self, name: str) -> ImageStore:
+        """Images with their classes."""
+        return self.task.split(name)
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """The classes."""

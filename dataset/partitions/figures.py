@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from dataset.arrays import IntArray
+from dataset.drawing import write_figure
 from dataset.files import replacing
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
@@ -51,7 +52,7 @@ def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) ->
     paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in paths.items():
         with replacing(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=200)
+            write_figure(figure, temporary, path.name, format="png", dpi=200)
     return list(paths)
 
 

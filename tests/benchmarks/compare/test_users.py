@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.compare.latex import latex
 from benchmarks.compare.reading import compare
+from benchmarks.compare.tables import facts
 from benchmarks.core.config.trees import Tree
 from pfl_ext.algorithms.per_user import spreads_by_group
 from tests.benchmarks.compare.test_latex import rows_of
@@ -76,6 +77,12 @@ def test_own_models_have_their_mean_and_a_servers_model_that_nobody_uses_a_mark(
     assert marked == {"fedper": True, "ditto": False, "FL-R-17": False}
     caption = text[text.index(r"\caption") : text.index(r"\label")]
     assert "never bold. Users who trained with fedper do not use it: each has a model of its own." in caption
+
+
+def test_a_group_without_a_finished_run_may_come_first(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "c-r-17", finished=False)
+    make_run(tmp_path / "b")
+    assert "a machine" in facts(compare([tmp_path / "a", tmp_path / "b"]))
 
 
 def test_a_servers_model_that_nobody_uses_is_never_the_best(tmp_path: Path) -> None:

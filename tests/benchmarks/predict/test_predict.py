@@ -125,6 +125,12 @@ def test_a_class_an_image_and_the_scale_of_the_data(tmp_path: Path) -> None:
     found = numbers(rows, names)
     np.testing.assert_allclose(found.sum(1), 1, rtol=1e-5)
     assert [names[number] for number in found.argmax(1)] == [row["predicted"] for row in rows]
+    words = [str(directory), f"--data_path={kept}", "--split=val", "--output", str(tmp_path / "val.csv")]
+    assert run(main, words) == 0
+    with DataFile(kept) as data:  # although the run followed test
+        split = data.split("val")
+        ids = {split.image_ids[row] for row in range(split.num_images)}
+    assert {row["image"] for row in rows_of(tmp_path / "val.csv")} == ids
 
 
 @pytest.mark.parametrize(
@@ -183,9 +189,13 @@ def test_boxes(tmp_path: Path) -> None:
     words = [f"--data_path={file}", f"--run_dir={directory}", "--model.arch=tiny_boxes", *OF_PLACES]
     with sparingly(False):
         assert run(detect, [*words, "--model.groups=2", "--data.val_share=0"]) == 0
+    val = [str(directory), "--split=val", "--output", str(tmp_path / "val.json")]
+    assert run(main, val) == 0
     assert run(main, [str(directory), "--output", str(output)]) == 0
     names = results(directory)["classes"]
     with DataFile(file) as data:
+        known = set(data.split("val").image_ids)
+        assert {entry["image_id"] for entry in json.loads((tmp_path / "val.json").read_text())} <= known
         store, ids = BoxView(data, image_size=16).split("test"), list(data.split("test").image_ids)
         boxes = store.targets(np.arange(store.num_images))
     truth: dict[str, list[Any]] = {
