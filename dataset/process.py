@@ -21,6 +21,8 @@ _codes = list[int]()
 
 def begin() -> None:
     """Called before the imports, in a process that becomes one command."""
+    if "torch" in sys.modules:
+        return  # too late
     _often.append(gc.get_threshold())
     gc.set_threshold(MANY, 100, 100)
     atexit.register(_leave)  # what is registered first is called last
