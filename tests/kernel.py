@@ -19,12 +19,12 @@ from tests import warm
 from tests.launching import environment
 
 
-class Kernel(IPKernelApp):  # type: ignore[misc]
+class Kernel(IPKernelApp):
     """A kernel whose pictures go into the notebook."""
 
     def initialize(self, argv: list[str] | None = None) -> None:
         """As at any start."""
-        super().initialize(argv)
+        super().initialize(argv)  # type: ignore[no-untyped-call]
         mpl.use(os.environ["MPLBACKEND"])
 
 
