@@ -35,8 +35,10 @@ def chosen(folder: Path, patch: pytest.MonkeyPatch) -> None:
     words = [sys.executable, warm.__file__, "tests.kernel", "-f", "{connection_file}"]
     (place / "kernel.json").write_text(json.dumps({"argv": words, "display_name": "3", "language": "python"}))
     patch.setenv("JUPYTER_PATH", str(folder))
-    patch.delenv("GOMP_SPINCOUNT", raising=False)
-    for name, value in environment().items():
+    wanted = environment()
+    for name in warm.read_at_start(os.environ).keys() - wanted.keys():  # or it starts a fresh interpreter
+        patch.delenv(name)
+    for name, value in wanted.items():
         patch.setenv(name, value)
 
 
