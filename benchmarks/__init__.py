@@ -9,5 +9,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if sys.argv[:1] == ["-m"]:  # a command starts: its pictures are files, whatever MPLBACKEND says
     os.environ["MPLBACKEND"] = "agg"
+    from dataset import process
+
+    process.begin()
 
 import pfl_ext as pfl_ext  # before pfl, see there

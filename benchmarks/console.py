@@ -16,6 +16,7 @@ from pathlib import Path
 
 import benchmarks
 import dataset
+from dataset import process
 from dataset.cli import run
 
 ROOT, DATA = Path(benchmarks.__file__).parent, Path(dataset.__file__).parent
@@ -86,6 +87,7 @@ def fl_doctor() -> int:
 def _start(module: str) -> None:
     """As ``python -m`` does, with pictures that are files, whatever MPLBACKEND says."""
     os.environ["MPLBACKEND"] = "agg"
+    process.begin()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+from dataset import process
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RESUMABLE = 75
 """Exit code (EX_TEMPFAIL of sysexits.h): a signal stopped it; the work is kept, and it can continue."""
@@ -41,11 +43,24 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
     Anything else is a defect of ours and keeps its traceback. A stream that was closed before the start
     (``2>&-``) is None in Python; what is written to it is dropped.
     """
+    process.imported()
+    code = None
+    try:
+        code = _code(main, sys.argv[1:] if argv is None else argv)
+    except SystemExit as left:  # after --help
+        code = left.code if isinstance(left.code, int) else None
+        raise
+    finally:
+        process.ends(code)
+    return code
+
+
+def _code(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
     sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     try:
         try:
             with raised():
-                main(sys.argv[1:] if argv is None else argv)
+                main(argv)
         finally:
             sys.stdout.flush()  # so that the final line is last, if both go to one file
     except Stopped as stop:

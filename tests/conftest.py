@@ -30,6 +30,7 @@ FROZEN, MODULES = list[int](), 50
 """How many modules were imported at each `freeze`, and so many more call for the next."""
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
+gc.disable()  # until all tests are imported (`freeze`): half of that time would go into searches for garbage
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait do not spin: others need the cores
 os.fsync = os.fstat  # type: ignore[assignment]  # no machine fails here, and a run waits for its disk 20 times
 
@@ -90,6 +91,7 @@ def freeze() -> None:
     """What is imported by now stays: each full collection of garbage would look through it, for a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     FROZEN.append(len(sys.modules))
 
 

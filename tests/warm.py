@@ -194,6 +194,7 @@ def serve(address: str) -> None:
         either: list[socket.socket | int] = [listener, 0]
         if 0 in select.select(either, [], [])[0]:
             return  # nobody has asked
+        gc.disable()
         import numpy
 
         for module in MODULES:
@@ -208,6 +209,7 @@ def serve(address: str) -> None:
         name_methods_by_frames()
         os.fsync = os.fstat  # type: ignore[assignment]  # as in the tests' own processes
         gc.freeze()  # a collection in a new process would copy all that the processes share
+        gc.enable()
         request = Forks(listener).serve()
     os.chdir(request.directory)
     if read_at_start(request.environment) != at_start:

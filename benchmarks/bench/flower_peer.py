@@ -24,6 +24,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
 from benchmarks.bench.peer_work import Users, network, train_user
+from dataset import process
 
 FOLDER = "PEER_WORK"
 """The environment variable that tells the actors where the users' images are."""
@@ -47,6 +48,7 @@ def train(message: Message, context: Context) -> Message:
 
 def main(folder: str, rounds: str) -> None:
     """Run, and print."""
+    process.imported()
     os.environ[FOLDER] = folder
     users, times = Users(Path(folder)), list[float]()
     server = ServerApp()

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dataset import process
+
 MODULES = ("numpy", "h5py", "torch", "torchvision", "pfl", "benchmarks.flair.train")
 """What a run imports, the first that can fail first."""
 Facts = dict[str, Any]
@@ -32,6 +34,7 @@ def imports(seconds: float) -> Iterator[Facts]:
             return
     from benchmarks.core.code_version import commit
 
+    process.imported()
     yield {"seconds": round(time.monotonic() - begin, 1), "commit": commit()}
 
 
@@ -142,3 +145,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    process.ends(0)

@@ -26,6 +26,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 
 from benchmarks.published.opacus_work import Work, read
+from dataset import process
 from pfl_ext.randomness import torch_stream
 
 AT_ONCE = 64
@@ -115,6 +116,7 @@ def epsilons(work: Work) -> dict[str, float | None]:
 
 def main(folder: str) -> None:
     """Train, and print."""
+    process.imported()
     warnings.filterwarnings("ignore")
     work, arrays = read(Path(folder))
     curve, seconds = trained(work, arrays)

@@ -92,6 +92,7 @@ BAD = [
     ("flair", f"{FLAIR} --run_dir=text", "--run_dir text is a file"),
     ("flair", f"{FLAIR} --run_dir=text/below", "text/below"),
     ("flair", f"{FLAIR} --run_dir=/proc/run", "/proc/run"),
+    ("flair", f"{FLAIR} --run_dir=caf\udce9", "--run_dir caf\ufffd has letters that are not UTF-8"),
     ("flair", f"{FLAIR} --run_dir=gone", "--run_dir gone: the link gone leads nowhere"),
     ("flair", f"{FLAIR} --run_dir=loop/below", "--run_dir loop/below: the link loop leads nowhere"),
     (

@@ -23,6 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dataset import process
+
+if __name__ == "__main__":
+    process.begin()
+
 import pfl_ext as pfl_ext  # before pfl, see there
 
 # isort: split
@@ -142,4 +147,6 @@ if __name__ == "__main__":
     if LOST_BY in os.environ:
         lose_worker_1(int(os.environ[LOST_BY]))
         sys.exit(run_command(train, sys.argv[1:]))
+    process.imported()
     main(Path(sys.argv[1]), Path(sys.argv[2]))
+    process.ends(0)

@@ -6,12 +6,16 @@ test_gpu_kernels compiled        compiles them for an H100, which needs no GPU
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
+
+from dataset import process
+
+if __name__ == "__main__":
+    process.begin()
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from torch import Tensor
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.short_weights import ShortWeights, padded
 from pfl_ext.engine.training import LocalTraining
+from tests.launching import environment, warmly
 
 FORMS = [
     (2, 8, 5, 7, 2),
@@ -230,9 +235,11 @@ def test_kernels_compute_what_torch_does(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
     interpreter = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-    command = [sys.executable, "-m", "tests.pfl_ext.engine.test_gpu_kernels", device]
+    place = "tests.pfl_ext.engine.test_gpu_kernels"
+    # Triton reads at its import whether it interprets.
+    command = [sys.executable, "-m", place, device] if interpreter else warmly(place, device)
     done = subprocess.run(
-        command, env={**os.environ, **interpreter}, capture_output=True, text=True, timeout=300
+        command, env=environment(**interpreter), capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
 
@@ -244,3 +251,4 @@ if __name__ == "__main__":
         print(*compiled(), sep="\n", end="")
     else:
         print(*compare(sys.argv[1]), *compare_steps(sys.argv[1]), sep="\n", end="")
+    process.ends(0)
