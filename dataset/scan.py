@@ -136,7 +136,7 @@ def scan(source: Source, options: Options, journal: Journal) -> Scan:
     table = pa.concat_tables(block.table for block in blocks)
     faults, notes = _said(table, "fault"), _said(table, "note")
     if table.num_rows == len(faults):
-        raise ValueError(f"{source.provenance['source']} holds no usable image")
+        raise ValueError(f"{source.provenance['source']} has no usable image")
     sizes = np.stack([table["height"].to_numpy(), table["width"].to_numpy()], axis=1)
     num_bytes = table["num_bytes"].to_numpy().clip(0)
     return Scan(
@@ -244,8 +244,8 @@ def refuse(table: pa.Table, row: int, fault: str, options: Options) -> None:
     if options.on_bad_image == "fail" or (options.on_bad_image == "skip-missing" and MISSING not in fault):
         user, image = table["user_id"][row].as_py(), table["image_id"][row].as_py()
         raise ValueError(
-            f"image {image} of user {user} cannot be used, {fault}; repair the source, or leave such images "
-            "out with --on_bad_image skip"
+            f"image {image} of user {user} cannot be used, because {fault}; repair it, or leave such "
+            "images out with --on_bad_image skip"
         )
 
 

@@ -249,11 +249,11 @@ REFUSED = (
     (["--devices.drop_out=0.1", "--mode=centralised"], "has no effect where mode is centralised"),
     (
         ["--devices.drop_out=0.1", "--federated.algorithm=hierarchical"],
-        "does not take that: set devices to none, or choose fedavg or ",
+        "does not support it: set devices to none, or choose fedavg or",
     ),
     (
         ["--devices.drop_out=0.1", "--federated.algorithm=scaffold", "--federated.scaffold_option=I"],
-        "SCAFFOLD's option I takes one more pass",
+        "SCAFFOLD's option I needs one more pass over the images, which",
     ),
     ([*CLASSES_OF_RUN, "--devices.over_selection=4"], "asks 16 users, and there are only 12"),
     (["--config=pfl-r-17", *LATE], "privacy refuses devices.deadline_s = 2.5"),

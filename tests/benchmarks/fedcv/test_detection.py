@@ -167,8 +167,8 @@ def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_va
         (["--model.arch=resnet18"], "has outputs for a whole image, and this task needs them for boxes"),
         (["--model.arch=unet_resnet18"], "choose another, as fcos_efficientnet_lite0"),
         (["--federated.reweight=fedir"], "Detection has no form with importance weights"),
-        (["--data.taxonomy=labels"], "holds no boxes, and this needs a class and a box for each object"),
-        (["--data.val_share=0.2"], "has a split 'val' of its own: set val_share to 0"),
+        (["--data.taxonomy=labels"], "has no boxes, but this task needs a class and a box for each object"),
+        (["--data.val_share=0.2"], "already has a split 'val': set val_share to 0 to use it"),
         (["--data.val_share=1"], "data.val_share is 1: give a share from 0 to below 1"),
         (["--data.scored=test", "--data.val_share=0.1"], "has no effect while test is followed"),
         (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model on test"),
@@ -240,7 +240,7 @@ def test_the_view_gives_images_with_their_boxes(boxes_file: Path, tmp_path: Path
         assert store.targets(rows[:0]).shape == (0, view.most, 6)
     masks = tmp_path / "masks.hdf5"
     write_masked(masks, SPEC)
-    with DataFile(masks) as file, pytest.raises(ValueError, match=r"holds no boxes, .* choose another file"):
+    with DataFile(masks) as file, pytest.raises(ValueError, match=r"has no boxes, .* set data.taxonomy to"):
         BoxView(file, taxonomy="mask")
 
 

@@ -285,7 +285,7 @@ def test_what_is_refused(
         ([str(labelled), "--images", str(photo), f"--output={photo}"], "is read here: give another file"),
         ([str(labelled), f"--output={labelled / 'results.json'}"], "is read here: give another file"),
         ([str(labelled), f"--output={labelled / 'checkpoint' / 'data.json'}"], "is read here: give another"),
-        ([str(labelled), f"--output={tmp_path / 'there.csv'}"], "exists; give --overwrite to replace it"),
+        ([str(labelled), f"--output={tmp_path / 'there.csv'}"], "already exists; add --overwrite to"),
         ([str(labelled), "--threads=0"], "--threads is 0"),
         ([str(labelled), "--split=dev"], "invalid choice: 'dev'"),
     ):

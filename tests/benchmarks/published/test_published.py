@@ -217,7 +217,7 @@ def test_a_row_is_run_kept_and_shown_once(
     with sparingly(False):
         assert run(train.main, argv) == 0
     assert kept.read_bytes() == first
-    assert "had ended before" in capsys.readouterr().out
+    assert "has already finished" in capsys.readouterr().out
     write("scrambled", body=BODY.replace("data:", "data:\n  dataset: cifar10_pfl"))
     assert run(train.main, ["--row", "scrambled", *argv[2:]]) == 2
     said = "made by dataset.cifar10.download_preprocess, but the row is of what python -m dataset.cifar10_pfl"
