@@ -320,7 +320,7 @@ def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) 
     [
         (["--data_path=nowhere.hdf5"], "nowhere.hdf5: no such file"),
         (["--data_path=pyproject.toml"], "pyproject.toml"),
-        (["--federated.cohort_size=13"], "cohort_size is 13 but there are only 12 training users"),
+        (["--federated.cohort_size=13"], "cohort_size is 13, but there are only 12 training users: give at"),
         (["--data.binary_label=unicorn"], "the label 'unicorn' is in neither taxonomy"),
         (["--config=fl-f-17", "--weights=nowhere.pth"], "nowhere.pth"),
         (["--config=fl-f-17", "--weights=pyproject.toml"], "pyproject.toml"),

@@ -178,7 +178,7 @@ REFUSED = (
         (*RUN, "--devices.stragglers=0.5", "--devices.late=drop", "--local.num_epochs=2"),
         "devices.stragglers applies to rounds with a cohort, which fedbuff does",
     ),
-    ((*RUN, "--devices.capacities=none.csv"), "devices.classes and devices.capacities both give speeds"),
+    ((*RUN, "--devices.capacities=none.csv"), "devices.classes and devices.capacities both set speeds"),
     ((*RUN, f"{OPTIONS}concurrency=13"), "federated.options.concurrency is 13, but there are only 12"),
     ((*RUN, f"{OPTIONS}concurrency=0"), "federated.options.concurrency is '0'"),
     ((*RUN, f"{OPTIONS}buffer_size=0"), "federated.options.buffer_size is '0'"),

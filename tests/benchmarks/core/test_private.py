@@ -165,7 +165,7 @@ def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
     "argv, message",
     [
         (["--privacy.noise_cohort_size=13"], "only 12 users"),
-        (["--privacy.noise_cohort_size=3"], "below the cohort_size of 4"),
+        (["--privacy.noise_cohort_size=3"], "must be at least the cohort_size, 4"),
         (["--privacy.epsilon=0"], "privacy.epsilon is '0': input should be greater than 0"),
         (["--federated.weighting=images"], "set federated.weighting to users"),
         (["--federated.replacement=true"], "refuses federated.replacement = true"),

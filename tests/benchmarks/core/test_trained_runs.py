@@ -73,7 +73,7 @@ def test_norms_are_trained_where_there_are_some(train: Train, refused: Refused) 
     norms = 2 * (64 + 4 * 64 + 5 * 128 + 5 * 256 + 5 * 512)
     assert found["trainable_parameters"] == norms + 513 * 17
     refused(
-        "before the last layer of lenet there is no norm with a scale: set",
+        "but lenet has no norm with a scale before its last layer: set",
         "--model.trained=norms",
         name="none",
     )

@@ -210,7 +210,7 @@ def test_centralised_training_takes_the_same_network(train: Train) -> None:
         (["--model.parties=3"], "model.parties is '3': "),
         (["--model.parties=none"], "set model.parties to 2 or 4"),
         (["--model.parties=2"], "simple_cnn for 2 parts cannot take images"),
-        (["--model.input_size=19"], "which has no halves: choose an even one"),
+        (["--model.input_size=19"], "which needs an even model.input_size"),
         (["--augment.flip=horizontal"], "set augment.flip to none and augment.crop to crop"),
         (["--augment.crop=resized"], "set augment.flip to none and augment.crop to crop"),
         (["--model.trained=head"], "so there are several last layers"),

@@ -169,14 +169,14 @@ def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_va
         (["--federated.reweight=fedir"], "Detection has no form with importance weights"),
         (["--data.taxonomy=labels"], "has no boxes, but this task needs a class and a box for each object"),
         (["--data.val_share=0.2"], "already has a split 'val': set val_share to 0 to use it"),
-        (["--data.val_share=1"], "data.val_share is 1: give a share from 0 to below 1"),
-        (["--data.scored=test", "--data.val_share=0.1"], "has no effect while test is followed"),
-        (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model on test"),
+        (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
+        (["--data.scored=test", "--data.val_share=0.1"], "data.val_share has no effect if data.scored is"),
+        (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model by its test score"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
-        (["--augment.padding=reflect"], "boxes cannot be mirrored at an image's border: set it to zero"),
+        (["--augment.padding=reflect"], "boxes cannot be mirrored at the border of an image: set it to zero"),
         (["--model.init=keras"], "a chance of 1/2 at every place of an image: choose torchvision"),
-        (["--model.dropout=true"], "has no dropout: leave it out"),
+        (["--model.dropout=true"], "has no dropout: set model.dropout to false"),
         *(
             ([f"--federated.algorithm={name}"], "ends in a convolution")
             for name in ("fedncm", "fed3r", "fedcof")

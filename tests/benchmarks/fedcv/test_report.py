@@ -42,7 +42,7 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
     assert "centralised.num_epochs: 400 -> 1" in said
     assert "| mine | 0 | accuracy | " in said
     assert "mine, row 2: a setting of its own (its config.yaml has all values)" in said
-    assert f"{tmp_path / 'other'} holds no whole run" in said
+    assert f"{tmp_path / 'other'} is not a complete run" in said
     assert (tmp_path / "report" / "report.csv").read_text().startswith("setting,seeds,score,")
     assert run(report.main, [str(tmp_path / "other")]) == 2
     assert "no finished run of FedCV's tasks" in capsys.readouterr().err

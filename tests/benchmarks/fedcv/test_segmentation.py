@@ -191,7 +191,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         (["--federated.reweight=fedir"], "Segmentation has no form with importance weights"),
         (["--data.taxonomy=labels"], "has no masks, but this task needs a class for each pixel: set"),
         (["--data.val_share=0.2"], "already has a split 'val': set val_share to 0 to use it"),
-        (["--data.val_share=1"], "data.val_share is 1: give a share from 0 to below 1"),
+        (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
         (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU' or 'last'"),
@@ -204,7 +204,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         ([*LITE, "--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
         (
             ["--model.channel_norm=data", "--model.trained=head"],
-            "has no norm that it could be: set it to group",
+            "has no norm for it: set it to group",
         ),
     ],
 )
