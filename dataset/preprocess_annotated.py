@@ -268,7 +268,7 @@ class _Place:
         if not is_address(source):
             root = Path(source)
             if not root.is_dir():
-                words = "neither a folder nor an address (http...)" if spec.base else "no folder"
+                words = "neither an existing folder nor an address (http...)" if spec.base else "not a folder"
                 raise ValueError(f"--source {source} is {words}")
             here = {archive: root / Path(archive.path).name for archive in spec.archives}
             shards = {a: Shard.on_disk(path, path.name) for a, path in here.items() if path.is_file()}

@@ -81,7 +81,7 @@ def retried(ask: Callable[[], Result], url: str) -> Result:
             else:  # the last two: a full disk, say
                 final = isinstance(error, (SourceError, PermissionError)) or type(error) is OSError
             if final or attempt >= PATIENCE.attempts:
-                kept = "the part that was downloaded is kept: run the same command again later"
+                kept = "the part that was downloaded is kept: run the command again later"
                 raise SourceError(f"cannot download {url} ({text}); {kept}") from None
             pause = PATIENCE.pause(attempt - 1, error)
             print(f"{url}: {text}; trying again in {pause:.0f} s", file=sys.stderr)

@@ -46,7 +46,7 @@ def parquet_shards(
                 return target
             with _named(
                 f"cannot download {file.path}",
-                "the part that was downloaded is kept: run the same command again",
+                "the part that was downloaded is kept: run the command again",
             ):
                 place = {"repo_type": "dataset", "revision": commit, "endpoint": endpoint}
                 hf_hub_download(repository, file.path, local_dir=folder, **place)

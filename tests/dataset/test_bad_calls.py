@@ -178,7 +178,7 @@ BAD = [
     ("cifar10", f"{CIFAR} --seed=x", "--seed: invalid int value: 'x'"),
     ("cifar10", f"{CIFAR} --clients=0", "--clients is 0; give at least 1"),
     ("cifar10", f"{CIFAR} --images_per_client=-5", "--images_per_client is -5"),
-    ("cifar10", f"{CIFAR} --dirichlet_total=-1", "--dirichlet_total is '-1'; give numbers from 0 on"),
+    ("cifar10", f"{CIFAR} --dirichlet_total=-1", "--dirichlet_total is '-1'; give numbers of at least 0"),
     ("cifar10", f"{CIFAR} --dirichlet_total=inf", "--dirichlet_total is 'inf'"),
     ("cifar10", f"{CIFAR} --dirichlet_per_class=1,x", "--dirichlet_per_class is '1,x'"),
     ("cifar10", f"{CIFAR} --dirichlet_total=,", "--dirichlet_total is ',', which has only commas: leave it"),
@@ -190,12 +190,20 @@ BAD = [
     (
         "cifar10",
         f"{CIFAR} --partition=dirichlet-total",
-        "give numbers from 0 on with commas between them: dir",
+        "give numbers of at least 0, separated by commas, such as dir",
     ),
     ("cifar10", f"{CIFAR} --partition=dirichlet-total=", "separated by commas, such as dirichlet-total=1"),
     ("cifar10", f"{CIFAR} --partition=dirichlet-total=1=2", "is 'dirichlet-total=1=2'; give numbers"),
-    ("cifar10", f"{CIFAR} --partition=dirichlet-total=-1", "is 'dirichlet-total=-1'; give numbers from 0 on"),
-    ("cifar10", f"{CIFAR} --partition=dirichlet-total=nan", "is 'dirichlet-total=nan'; give numbers from 0"),
+    (
+        "cifar10",
+        f"{CIFAR} --partition=dirichlet-total=-1",
+        "is 'dirichlet-total=-1'; give numbers of at least 0",
+    ),
+    (
+        "cifar10",
+        f"{CIFAR} --partition=dirichlet-total=nan",
+        "is 'dirichlet-total=nan'; give numbers of at least",
+    ),
     (
         "cifar10",
         f"{CIFAR} --partition=dirichlet-total=inf",

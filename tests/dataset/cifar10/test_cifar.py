@@ -267,7 +267,7 @@ def test_images_that_arrive_damaged_are_downloaded_again(
         server.faults[spec.archive] = ["flipped"]
         more = ("--source", server.url, "--splits", "none")
         assert make(spec, tmp_path / "f.hdf5", *more) == 2
-        assert "cifar-10-binary.tar.gz arrived damaged (MD5" in error_of(capsys)
+        assert "cifar-10-binary.tar.gz was damaged in the download (MD5" in error_of(capsys)
         assert make(spec, tmp_path / "f.hdf5", *more) == 0
         assert_holds(tmp_path / "f.hdf5", spec, {})
 
@@ -334,7 +334,7 @@ def test_options_that_cannot_be_are_said_in_one_line(
         (["--alphas", "much"], "--alphas is 'much'; give numbers"),
         (
             ["--alphas", "-1", "--clients", "2", "--images_per_client", "3"],
-            "--alphas is '-1'; give numbers from 0 on",
+            "--alphas is '-1'; give numbers of at least 0",
         ),
         (["--alphas", "1"], "60 images are not enough for 100 clients with 500 images each"),
         (["--seed", "-1"], "--seed is -1"),

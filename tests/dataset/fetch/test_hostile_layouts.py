@@ -41,16 +41,16 @@ def instead(old: str, new: str) -> Callable[[bytes], bytes]:
 VOC_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no list": (dict.fromkeys(map(LIST.format, ("train", "val"))), "does not say which images are for"),
     "no annotation": ({XML: None}, "image 000007 of train has no annotation in Annotations/*.xml"),
-    "entities": ({XML: DOCTYPE}, f"{XML} is not valid XML (it declares a document type"),
+    "entities": ({XML: DOCTYPE}, f"{XML} is not valid XML (it has a document type"),
     "cut off": ({XML: lambda xml: xml[:-20]}, f"{XML} is not valid XML (unclosed token"),
     "no XML": ({XML: b"\xff\xfe\x00"}, f"{XML} is not valid XML ("),
-    "deep": ({XML: b"<a>" * 99 + b"</a>" * 99}, f"{XML} cannot be used (it nests more than 16"),
-    "encoding": ({XML: b'<?xml version="1.0" encoding="utf-99"?><a/>'}, f"{XML} cannot be used ("),
+    "deep": ({XML: b"<a>" * 99 + b"</a>" * 99}, "XML (its elements are nested more than 16"),
+    "encoding": ({XML: b'<?xml version="1.0" encoding="utf-99"?><a/>'}, f"{XML} is not valid XML ("),
     "large": ({XML: b" " * (MAX_XML_BYTES + 1)}, "is too large"),
     "class": ({XML: instead("<name>cat", "<name>kite")}, "has an object of the class 'kite', which is not"),
     "size": ({XML: instead("width>", "w>")}, "size/width is ''"),
     "number": ({XML: instead(MAX, "<xmax>1e9")}, "bndbox/xmax is '1e9'; it must be a number"),
-    "nan": ({XML: instead(MAX, "<xmax>nan")}, "bndbox/xmax is 'nan'; it needs"),
+    "nan": ({XML: instead(MAX, "<xmax>nan")}, "bndbox/xmax is 'nan'; it must be"),
     "beyond": ({XML: instead(MAX, "<xmax>33")}, "is empty or reaches beyond the image of 32"),
     "counts from 0": ({XML: instead("<xmin>2", "<xmin>0")}, "; if the boxes count pixels from 0, give"),
     "empty": ({XML: instead(MAX, "<xmax>0")}, "(0, 0, 0, 2) is empty or reaches beyond"),
@@ -110,7 +110,7 @@ COCO_FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (of_image("width", 0.5), "image 1: width is '0.5'; it must be a whole number of at least 0"),
     (of_image("file_name", "../000001.jpg"), "has the file_name '../000001.jpg'; give a name without"),
     (of_image("file_name", "a\ud800.jpg"), "it must be text on one line"),
-    (of_image("file_name", None), "image 1: file_name is 'None'; give a text"),
+    (of_image("file_name", None), "image 1: file_name is 'None'; it must be text"),
     (of_annotation("image_id", 99), "belongs to image 99, which is not in the list images"),
     (of_annotation("category_id", 2), "annotation 3 has the category 2, which is not in the list categories"),
     (of_annotation("iscrowd", 2), "annotation 3 has iscrowd '2'; it must be 0 or 1"),
@@ -147,7 +147,7 @@ def test_what_is_no_json_ends_in_one_line(
     folder = write_files(tmp_path / "in", {"instances_train.json": text.encode("latin-1")})
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "instances_train.json is not JSON" in line
+    assert "instances_train.json is not valid JSON" in line
 
 
 HEADER = b"x" * 126 + b"IM"
@@ -158,7 +158,7 @@ HEADER = b"x" * 126 + b"IM"
     [
         (b"", "it is not a MATLAB file of level 5"),
         (HEADER + b"\x0f\0\0\0\xff\0\0\0" + b"rubbish", "has no GTcls.Segmentation"),
-        (matlab(np.zeros((4, 4), np.int32)), "(its field is no matrix of bytes)"),
+        (matlab(np.zeros((4, 4), np.int32)), "(its field is not a matrix of bytes)"),
         (HEADER + b"\x0f\0\0\0\0\0\1\0" + zlib.compress(bytes(1 << 27)), "it has more than 67,108,864 bytes"),
         (matlab(np.zeros((4, 4), np.uint8))[:-40], "has no GTcls.Segmentation"),
     ],

@@ -184,7 +184,7 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (of_annotation("segmentation", runs("é")), "that pycocotools cannot have written"),
     (of_image("width", 1 << 40), "pixels; at most 67,108,864 are allowed"),
     *(
-        (lambda content, name=name: content["categories"][0].update(name=name), f" is named {name}, and")
+        (lambda content, name=name: content["categories"][0].update(name=name), f" is named {name}, but")
         for name in ("background", "Background", "_background_")
     ),
     (of_annotation("category_id", 2), "annotation 3 has the category 2, which is not in the list categories"),

@@ -52,7 +52,7 @@ def test_rows_by_file_name_beside_rows_by_id_are_refused(
     names = "1", "7"
     write_files(folder, {"users.csv": f"image_id,user_id\n{rows.format(*names)}".encode()})
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
-    said = "users.csv lists some images by file name (1) and some by id (10): use one of the two"
+    said = "users.csv lists some images by file name (1) and some by id (10"
     assert said in capsys.readouterr().err
 
 
@@ -115,5 +115,5 @@ def test_a_quoted_header_is_a_header(tmp_path: Path) -> None:
     write_files(tmp_path, {"federated_train.csv": quoted.encode(), "test.csv": b"image_id,class\nq,1\n"})
     assert read_lists(tmp_path).partition_names == ["users"]
     write_files(tmp_path, {"federated_train.csv": b'"user_id,' + b"image_id,class\n" * 10_000})
-    with pytest.raises(ValueError, match=r"federated_train.csv is no CSV \(field larger than"):
+    with pytest.raises(ValueError, match=r"federated_train.csv is not valid CSV \(field larger than"):
         read_lists(tmp_path)
