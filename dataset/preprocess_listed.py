@@ -67,7 +67,9 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     spec = specs[arguments.subset] if len(specs) > 1 else next(iter(specs.values()))
     output, folder = checked_places(arguments)
     if not is_address(arguments.source) and not Path(arguments.source).is_dir():
-        raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
+        raise ValueError(
+            f"--source {arguments.source} is neither an existing folder nor an address (http...)"
+        )
     places: Places = {}
     n_max: Sequence[int] = []
     if arguments.coordinates is not None:

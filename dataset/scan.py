@@ -244,8 +244,8 @@ def refuse(table: pa.Table, row: int, fault: str, options: Options) -> None:
     if options.on_bad_image == "fail" or (options.on_bad_image == "skip-missing" and MISSING not in fault):
         user, image = table["user_id"][row].as_py(), table["image_id"][row].as_py()
         raise ValueError(
-            f"image {image} of user {user} cannot be used, because {fault}; repair it, or leave such "
-            "images out with --on_bad_image skip"
+            f"image {image} of user {user} cannot be used, {fault}; repair the source, or leave such images "
+            "out with --on_bad_image skip"
         )
 
 

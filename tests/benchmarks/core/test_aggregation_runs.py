@@ -206,7 +206,7 @@ NEEDS = (
         ),
         (
             [f"{RULE}kind=median", "--federated.replacement=true"],
-            "aggregation.kind is median, for which each",
+            "aggregation.kind is median, which needs exact",
         ),
         (
             [f"{ATTACK}kind=alie", "--federated.replacement=true"],

@@ -196,12 +196,12 @@ LOCAL = ("--federated.weighting=users", "--local_privacy.epsilon=4")
         ([f"{KIND}zip"], "compression.kind is 'zip': choose one of float32, low_rank, random_k, sign, top_k"),
         ([f"{KIND}top_k", f"{OPTION}share=0"], "compression.options.share is '0': "),
         ([f"{KIND}top_k", f"{OPTION}bits=8"], "compression.options.bits is not an option of top_k, which"),
-        ([f"{OPTION}share=0.5"], "compression.options.share is no option of float32"),
+        ([f"{OPTION}share=0.5"], "compression.options.share is not an option of float32"),
         ([f"{KIND}uniform", f"{OPTION}bits=33"], "compression.options.bits is '33': "),
-        ([f"{KIND}sign", "--federated.algorithm=scaffold"], "compression.kind is sign, and federated.algori"),
+        ([f"{KIND}sign", "--federated.algorithm=scaffold"], "compression.kind is sign, but federated.algori"),
         (
             [f"{KIND}sign", "--federated.algorithm=fed3r"],
-            "does not take that: set compression.kind to float32",
+            "does not support it: set compression.kind to float32",
         ),
         (
             [f"{KIND}sign", "--federated.algorithm=hierarchical"],

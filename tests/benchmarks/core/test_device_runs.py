@@ -242,7 +242,7 @@ def test_a_private_sum_moves_by_the_bound_at_most_whoever_drops_out(tmp_path: Pa
 REFUSED = (
     (["--devices.drop_out=1"], "devices.drop_out is '1'"),
     (["--devices.dropout=0.1"], "there is no config key devices.dropout; did you mean devices.drop_out?"),
-    (["--devices.classes.a.share=1"], "devices.classes.a needs the keys share, ms_per_sample"),
+    (["--devices.classes.a.share=1"], "devices.classes.a needs exactly the keys share, ms_per_sample"),
     (["--devices.capacities=none.csv"], "devices.capacities none.csv: no such file"),
     (["--devices.stragglers=0.5", "--devices.late=drop", "--local.num_epochs=1"], "set local.num_epochs to"),
     (["--devices.drop_out=0.1", "--federated.replacement=true"], "devices needs each user at most once in"),

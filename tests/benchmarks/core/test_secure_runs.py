@@ -181,7 +181,7 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
         ([SECURE, "--federated.cohort_size=1"], "secure_aggregation hides a user among other users: set"),
         (
             [SECURE, "--federated.options.group_size=3"],
-            "group_size is no option of secure_aggregation, which",
+            "group_size is not an option of secure_aggregation, which",
         ),
         (
             [SECURE, "--runtime.reduce=bf16"],

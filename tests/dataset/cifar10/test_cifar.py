@@ -252,7 +252,7 @@ def test_splits_over_http_need_their_checksum(tmp_path: Path, capsys: pytest.Cap
         assert "files from http addresses cannot be trusted; give an https address, or" in error_of(capsys)
         assert server.asked == []
         assert make(CIFAR10, output, *more, "--splits_sha256", "0" * 64) == 2
-        assert "cifar10_v1.1.zip arrived damaged (SHA256" in error_of(capsys)
+        assert "cifar10_v1.1.zip was damaged in the download (SHA256" in error_of(capsys)
         digest = hashlib.sha256((server.root / CIFAR10.splits_archive).read_bytes()).hexdigest()
         assert make(CIFAR10, output, *more, "--splits_sha256", digest.upper()) == 0
         assert_holds(output, CIFAR10, dealt)

@@ -90,10 +90,10 @@ ROWS: list[tuple[Callable[[], None], str]] = [
     (replaced("\n5.png,", "\na/../../5.png,"), f"{LINE} has the path 'a/../../5.png'"),
     (replaced("\n5.png,", "\n,"), f"{LINE} has the path ''"),
     (replaced("\n5.png,", "\n.,"), f"{LINE} has the path '.'"),
-    (replaced("\n5.png,", "\n6.png,"), "line 7 has the image '6.png' a second time (the first is" + LINE),
+    (replaced("\n5.png,", "\n6.png,"), "line 7 has the image '6.png' a second time (the first is " + LINE),
     (
         replaced("\n5.png,", "\n./6.png,"),
-        "line 7 has the image '6.png' a second time (the first is" + LINE,
+        "line 7 has the image '6.png' a second time (the first is " + LINE,
     ),
     (replaced("\n5.png,", "\n55.png,"), f"{LINE}: it is listed, but its file is missing"),
     (replaced("\n5.png,", "\n4.png/5.png,"), f"{LINE}: 4.png/5.png cannot be read: Not a directory"),

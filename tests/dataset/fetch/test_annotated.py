@@ -243,7 +243,7 @@ def test_users_come_from_a_csv_and_its_other_columns_become_partitions(
     assert make(street.STREET, out, *words) == 0
     assert owned(out)[9] == "z"
     assert set(owned(out, "val").values()) == {"all-val"}
-    assert "other.csv, which lists 1 other images, too" in capsys.readouterr().err
+    assert "other.csv, which also lists 1 images that are not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

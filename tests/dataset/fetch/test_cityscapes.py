@@ -189,7 +189,7 @@ def test_a_hostile_folder_ends_in_one_line(
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--source=http://127.0.0.1:1/"], "give a folder: cityscapes-dataset.com gives its archives out"),
+        (["--source=http://127.0.0.1:1/"], "give a folder (cityscapes-dataset.com gives its archives out"),
         (["--source=nowhere"], "--source nowhere is not a folder"),
         (
             ["--source={in}", "--users=camera"],

@@ -221,7 +221,7 @@ def test_lists_that_arrive_damaged_are_not_used(
     spec = served(LANDMARKS["160k"], server.root, server.url, landmark_csvs())
     server.faults = {spec.splits[0].path: ["flipped"]}
     assert make(spec, tmp_path / "f.hdf5") == 2
-    assert "landmarks-user-160k.zip arrived damaged (MD5" in capsys.readouterr().err
+    assert "landmarks-user-160k.zip was damaged in the download (MD5" in capsys.readouterr().err
     assert make(spec, tmp_path / "f.hdf5") == 0
 
 

@@ -184,7 +184,7 @@ def test_a_whole_name_says_all_and_is_written_in_one_way() -> None:
     for wrong in ("lda-0.50-clients-10-seed-42", "lda-0.5-clients-010-seed-42"):
         with pytest.raises(
             ValueError,
-            match=r"write the partition lda-0\.50-clients-10-seed-42 as lda-0\.5-clients-10-seed-42",
+            match=r"write the partition lda-.* as lda-0\.5-clients-10-seed-42",
         ):
             read_name(wrong)
     for wrong in ("lda-0.5-clients-0-seed-42", f"lda-0.5-clients-1-seed-{2**63}"):

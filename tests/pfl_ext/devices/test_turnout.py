@@ -336,7 +336,7 @@ ONE = {"share": 1, "ms_per_sample": 1, "kbps_up": 1, "kbps_down": 1}
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"classes": {"a": {"share": 1}}}, "devices.classes.a needs the keys share"),
+        ({"classes": {"a": {"share": 1}}}, "devices.classes.a needs exactly the keys share"),
         ({"classes": {"a": {**ONE, "kbps_up": 0}}}, "kbps_up is 0: give a positive number"),
         ({"classes": {"a": {**ONE, "kbps_up": "x"}}}, "kbps_up is 'x': give a positive number"),
         ({"classes": {"a": {**ONE, "share": 0.5}}}, "add up to 0.5"),
