@@ -26,7 +26,7 @@ from tests.launching import run as launch
 OWN = ["--model.arch=resnet18"]
 SUBSTITUTE_WORDS = ["--model.arch=efficientnet_lite0", "--model.normalisation=efficientnet_lite"]
 FINE = ["--config=fl-f-17"]
-REASON = "the ImageNet weights of resnet18 cannot be downloaded (Network is unreachable): taking efficientnet"
+REASON = "the ImageNet weights of resnet18 cannot be downloaded (Network is unreachable): using efficientnet"
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_records_that_contradict_each_other_are_refused(
     rows = records(30)
     train = next(one for one in rows if one.partition == "train")
     cases = {
-        f"image {rows[3].image_id} of user {rows[3].user_id} comes a second time": [*rows, rows[3]],
+        f"image {rows[3].image_id} of user {rows[3].user_id} is there twice": [*rows, rows[3]],
         f"user {train.user_id} is in two splits": [*rows, Elsewhere(train.number + 110)],
         f"image {Elsewhere(0).image_id} of user user-00@N00 is in partition 'validation'": [
             *rows,
@@ -291,7 +291,7 @@ def test_a_disk_that_is_or_becomes_full_is_one_line(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert "the finished part is kept in f.hdf5.partial: free some space" in refused(capsys, *arguments)
+    assert "f.hdf5.partial: free some space, then run the same command again" in refused(capsys, *arguments)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["f.hdf5.partial"]
 
 
