@@ -140,7 +140,7 @@ def test_without_internet_all_fine_tuning_rows_have_one_network(
         words = [word for word in job.argv if word.startswith("--model.")]
         assert words == ([] if job.name.startswith("fl-r") else expected)
     assert len(asked) == (0 if begun else 1)
-    assert capsys.readouterr().out.count("taking efficientnet_lite0") == len(asked)
+    assert capsys.readouterr().out.count("using efficientnet_lite0") == len(asked)
 
 
 def test_without_a_finished_run_the_report_says_so_and_nothing_is_drawn(
