@@ -263,6 +263,6 @@ def _reader(path: Path) -> NativeReader | ForeignReader:
         if is_foreign(file):
             return ForeignReader(path)
     raise ValueError(
-        f"{path} is an HDF5 file, but in no format that can be read here: convert it with python -m "
-        "dataset.convert"
+        f"{path} is an HDF5 file, but in no format that can be read here: if it is from TensorFlow "
+        "Federated, convert it with python -m dataset.convert tff"
     )
