@@ -213,7 +213,7 @@ def test_centralised_training_takes_the_same_network(train: Train) -> None:
         (["--model.input_size=19"], "which needs an even model.input_size"),
         (["--augment.flip=horizontal"], "set augment.flip to none and augment.crop to crop"),
         (["--augment.crop=resized"], "set augment.flip to none and augment.crop to crop"),
-        (["--model.trained=head"], "so there are several last layers"),
+        (["--model.trained=head"], "whose networks each have a last layer"),
         (["--local.head_rate_factor=2"], "head_rate_factor applies only to one: set it to 1"),
         (["--local.max_grad_norm=1", "--local.clip_by=global"], "set local.clip_by to variable, or"),
         (["--federated.weighting=users"], "has no effect where federated.algorithm is vertical"),
