@@ -64,10 +64,10 @@ def _code(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
         finally:
             sys.stdout.flush()  # so that the final line is last, if both go to one file
     except Stopped as stop:
-        print(f"{stop}; the same command goes on from here", file=sys.stderr)
+        print(f"{stop}; run the same command again to continue", file=sys.stderr)
         return RESUMABLE
     except MemoryError as mistake:
-        print(f"error: there is too little memory for this: {_line(str(mistake))}", file=sys.stderr)
+        print(f"error: there is not enough memory for this command: {_line(str(mistake))}", file=sys.stderr)
         return 2
     except (ValueError, OSError) as mistake:
         if isinstance(mistake, BrokenPipeError) and _unread():
@@ -138,10 +138,10 @@ def output_file(option: str, path: Path, overwrite: bool = True) -> Path:
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; give the name of a file")
     if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
-        raise ValueError(f"{option} has a name of more than {MAX_NAME_BYTES} bytes; give a shorter one")
+        raise ValueError(f"{option}: the file name has more than {MAX_NAME_BYTES} bytes; give a shorter one")
     _writable(option, path, path.parent)
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; give --overwrite to replace it")
+        raise ValueError(f"{path} already exists; add --overwrite to replace it")
     return path
 
 
@@ -203,7 +203,9 @@ def refuse_broken_link(option: str, path: Path) -> None:
     """Raise ValueError if a path is, or lies below, a link that leads nowhere, or to itself."""
     for place in (path, *path.parents):
         if place.is_symlink() and not place.exists():
-            raise ValueError(f"{option} {path}: the link {place} leads nowhere; choose another place")
+            raise ValueError(
+                f"{option} {path}: the target of the link {place} does not exist; choose another path"
+            )
 
 
 def _writable(option: str, path: Path, folder: Path) -> None:
@@ -213,12 +215,12 @@ def _writable(option: str, path: Path, folder: Path) -> None:
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
-            raise ValueError(f"{option} {path}: {folder} is a file, not a folder; choose another place")
+            raise ValueError(f"{option} {path}: {folder} is a file, not a folder; choose another path")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(
-            f"{option} {path} cannot be written: {error.strerror} in {folder}; choose another place"
+            f"{option} {path} cannot be written: {error.strerror} in {folder}; choose another path"
         ) from None
 
 
@@ -284,10 +286,12 @@ def held(step: str) -> Iterator[Held]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if state.number is not None:
-            raise Stopped(number, f"the {step} under way is lost")
+            raise Stopped(number, f"the current {step} is lost")
         state.number = number
         name = signal.Signals(number).name
-        print(f"{name}: stopping after this {step}; once more abandons it", file=sys.stderr, flush=True)
+        print(
+            f"{name}: stopping after this {step}; a second signal stops at once", file=sys.stderr, flush=True
+        )
 
     with _handled(note):
         yield state

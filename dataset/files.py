@@ -191,7 +191,7 @@ def needed(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as fault:
         raise ValueError(
-            f"{fault.name} is not installed: pip install 'flair-on-pfl[{extra}]', or {fault.name} by itself"
+            f"{fault.name} is not installed: pip install 'flair-on-pfl[{extra}]', or pip install {fault.name}"
         ) from None
 
 
@@ -237,5 +237,7 @@ def own_modules() -> list[ModuleType]:
             ) from fault
         place = getattr(found[-1], "__file__", None)
         if path and not (place and path.exists() and Path(place).samefile(path)):
-            raise ValueError(f"{OWN} names {name}, but {path.stem} is {place} here: rename the file")
+            raise ValueError(
+                f"{OWN} names {name}, but Python imports {place} under the name {path.stem}: rename your file"
+            )
     return found

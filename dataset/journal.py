@@ -32,7 +32,8 @@ class Journal:
         self.folder = output.with_name(f"{output.name}.partial")
         self.data = self.folder / "data.hdf5"
         refusal = (
-            f"another process is writing {self.folder}: wait for its end, or choose another --output_file"
+            f"another process is writing to {self.folder}: wait until it ends, or choose another "
+            "--output_file"
         )
         self._lock = locked(self.folder / "lock", refusal)
 

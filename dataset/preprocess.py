@@ -242,8 +242,9 @@ def _say_turned(scan: Scan, options: Options) -> None:
     """One line on the screen, if there are images that do not stand upright in the file."""
     if scan.turned and options.transcode is not None and not options.transcode.upright:
         print(
-            f"{scan.turned:,} images are turned by their EXIF orientation, as a phone's photos are: they lie "
-            "in the file as they are stored, and so must their boxes and masks; --upright turns them",
+            f"{scan.turned:,} images have an EXIF orientation, like photos of a phone: the file keeps "
+            "them as they are stored, so their boxes and masks must belong to the unrotated images; "
+            "--upright rotates them",
             file=sys.stderr,
         )
 
@@ -263,8 +264,8 @@ def check_room(download: int, folder: Path) -> None:
     available = free(folder)
     if download > available:
         raise OSError(
-            f"{download / 1e9:.2f} GB are to be downloaded, but only {available / 1e9:.2f} GB are free "
-            f"at {folder}: free some or choose another --download_folder"
+            f"the download needs {download / 1e9:.2f} GB, but only {available / 1e9:.2f} GB are free at "
+            f"{folder}: free some space or choose another --download_folder"
         )
 
 
@@ -282,10 +283,10 @@ def check_disk(source: Source, options: Options, downloads: Path | None) -> None
     need = output - Journal(options.output_file).size() + download
     available = free(folder)
     if need > available:
-        also = f"{download / 1e9:.2f} GB to download and " if download else ""
+        also = f"{download / 1e9:.2f} GB for the download and " if download else ""
         raise OSError(
             f"{also}{output / 1e9:.2f} GB for {options.output_file} are needed, but only "
-            f"{available / 1e9:.2f} GB are free there: free some or choose another disk"
+            f"{available / 1e9:.2f} GB are free there: free some space or choose another disk"
         )
 
 
@@ -298,7 +299,7 @@ def side_or_own(text: str) -> int | None:
     try:
         return None if text == "own" else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"it is {text!r}: give a side in pixels, or own") from None
+        raise argparse.ArgumentTypeError(f"it is {text!r}: give a side in pixels, or the word own") from None
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -343,7 +344,7 @@ def checked_places(arguments: argparse.Namespace) -> tuple[Path, Path]:
         if (value := getattr(arguments, name, None)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1")
     if getattr(arguments, "storage", "raw") == "jpeg" and arguments.image_size != SIDE:
-        raise ValueError("--image_size is for --storage raw: leave it out, or choose raw")
+        raise ValueError("--image_size needs --storage raw: add --storage raw, or leave it out")
     folder = arguments.download_folder or output.with_name(output.name + ".download")
     return output, output_folder("--download_folder", folder)
 
@@ -359,4 +360,4 @@ def make(source: Source, options: Options, downloads: Path | None = None) -> Non
     check_disk(source, options, downloads)
     preprocess(source, options)
     output = options.output_file
-    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
+    print(f"{output} is complete; to see what it has: python -m dataset.store {output}", file=sys.stderr)

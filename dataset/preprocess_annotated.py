@@ -37,8 +37,8 @@ from dataset.store.images import Transcoding
 TRAINED_BY: Mapping[str, tuple[str, int]] = {"mask": ("segmentation", 3), "boxes": ("detection", 20)}
 """FedCV's task for each form of annotations, and the users in a round of its usual setting."""
 NOBODY_KNOWN = (
-    "nobody is known who took these images, so that one user owns each split: give --users_csv, or draw "
-    "clients in training, as --data.partition iid-clients-10-seed-0"
+    "nobody is named who took these images, so one user owns all images of a split: give --users_csv, "
+    "or divide them among clients in training, for example with --data.partition iid-clients-10-seed-0"
 )
 
 
@@ -124,9 +124,9 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
     if getattr(arguments, "annotation", "boxes") != "boxes":
         for name in ("bad_boxes", "first_pixel"):
             if getattr(arguments, name, None) != parser.get_default(name):
-                raise ValueError(f"--{name} is for --annotation boxes: leave it out")
+                raise ValueError(f"--{name} can be used only with --annotation boxes: leave it out")
     if arguments.download_folder is not None and not is_address(arguments.source):
-        raise ValueError("--download_folder is for a --source that is an address: leave it out")
+        raise ValueError("--download_folder can be used only if --source is an address: leave it out")
     return arguments
 
 
@@ -199,9 +199,12 @@ def _users(arguments: argparse.Namespace, files: Mapping[str, bytes], ways: Sequ
         content = files[USERS_CSV] if USERS_CSV in files else beside.read_bytes()
         return read_users(content, f"{arguments.source}: {USERS_CSV}")
     if ways and arguments.users not in (None, *ways):
-        raise ValueError(f"--users is {arguments.users!r}; the images are dealt by {' or '.join(ways)}")
+        raise ValueError(f"--users is {arguments.users!r}; it must be {' or '.join(ways)}")
     if arguments.users is not None and not ways:
-        raise ValueError(f"--users is for a {USERS_CSV}, and there is none: give --users_csv")
+        raise ValueError(
+            f"--users can be used only with a {USERS_CSV}, and there is none: add --users_csv FILE, or "
+            "leave --users out"
+        )
     return None
 
 
@@ -223,7 +226,11 @@ def _owners(
         raise ValueError(f"--users is {name!r}; the columns of users are {', '.join(columns)}")
     owners = columns.pop(name)
     said = f"users by the column {name} of {users.origin}"
-    return owners, columns, said + (f", which lists {others:,} other images, too" if others else "")
+    return (
+        owners,
+        columns,
+        said + (f", which also lists {others:,} images that are not in the source" if others else ""),
+    )
 
 
 def _counted(table: pa.Table, owners: Mapping[str, str], said: str) -> str:
@@ -232,7 +239,11 @@ def _counted(table: pa.Table, owners: Mapping[str, str], said: str) -> str:
         return said
     rows = zip(table["image_id"].to_pylist(), table["user_id"].to_pylist())
     nobody = Counter(user for image, user in rows if image not in owners)
-    more = f"; {nobody.total():,} images of nobody belong to {' and '.join(sorted(nobody))}" if nobody else ""
+    more = (
+        f"; {nobody.total():,} images without a user belong to {' and '.join(sorted(nobody))}"
+        if nobody
+        else ""
+    )
     return f"{len(set(owners.values())):,} {said}{more}"
 
 
@@ -257,13 +268,16 @@ class _Place:
         if not is_address(source):
             root = Path(source)
             if not root.is_dir():
-                words = "neither a folder nor an address (http...)" if spec.base else "no folder"
+                words = "neither an existing folder nor an address (http...)" if spec.base else "not a folder"
                 raise ValueError(f"--source {source} is {words}")
             here = {archive: root / Path(archive.path).name for archive in spec.archives}
             shards = {a: Shard.on_disk(path, path.name) for a, path in here.items() if path.is_file()}
         else:
             if not spec.base:
-                raise ValueError(f"--source {source} is an address; give a folder: {spec.by_hand}")
+                raise ValueError(
+                    f"--source {source} is an address, but this data set cannot be downloaded: give a "
+                    f"folder ({spec.by_hand})"
+                )
             root, shards = None, {archive: _remote(archive, source, downloads) for archive in spec.archives}
         listing, images = ([shards[a] for a in group if a in shards] for group in (spec.listing, spec.images))
         need = bytes_to_download([*shards.values()], downloads) if root is None else 0

@@ -57,7 +57,7 @@ def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.
     add("--n_max", default="30000,3000,1000,100", help="with --coordinates: most images of a cell, for each")
     arguments = parser.read(argv)
     if arguments.coordinates is None and arguments.n_max != parser.get_default("n_max"):
-        raise ValueError("--n_max is for --coordinates: leave it out")
+        raise ValueError("--n_max can be used only with --coordinates: leave it out")
     return arguments
 
 
@@ -67,7 +67,9 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     spec = specs[arguments.subset] if len(specs) > 1 else next(iter(specs.values()))
     output, folder = checked_places(arguments)
     if not is_address(arguments.source) and not Path(arguments.source).is_dir():
-        raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
+        raise ValueError(
+            f"--source {arguments.source} is neither an existing folder nor an address (http...)"
+        )
     places: Places = {}
     n_max: Sequence[int] = []
     if arguments.coordinates is not None:
@@ -99,7 +101,8 @@ def _splits(spec: ListedSet, arguments: argparse.Namespace, folder: Path) -> Pat
     if arguments.splits is not None:
         if not Path(arguments.splits).exists():
             raise ValueError(
-                f"--splits {arguments.splits} is neither a folder, a zip archive nor an address (http...)"
+                f"--splits {arguments.splits} does not exist: give a folder, a zip archive or an "
+                "address (http...)"
             )
         return Path(arguments.splits)
     source = Path(arguments.source)
@@ -156,7 +159,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
     archives = sorted(p for p in root.rglob("*") if p.name.endswith((".tar", ".tar.gz", ".tgz")))
     if not files and not archives:
         raise ValueError(
-            f"--source {place} holds none of the images that the CSVs list, and no *.tar or *.tar.gz"
+            f"--source {place} has none of the images that the CSV files list, and no *.tar or *.tar.gz files"
         )
     shards = [Shard.on_disk(path, path.name) for path in archives]
     size = max(sum(path.stat().st_size for path in files.values()), estimate if shards else 0)
@@ -166,7 +169,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
 def _sizes(text: str) -> list[int]:
     sizes = [size.strip() for size in text.split(",") if size.strip()]
     if not sizes or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
-        raise ValueError(f"--n_max is {text!r}; give whole numbers from 1 on with commas between them")
+        raise ValueError(f"--n_max is {text!r}; give whole numbers of at least 1, separated by commas")
     return [int(size) for size in sizes]
 
 
@@ -184,7 +187,7 @@ class _Finish:
 
     def __call__(self, index: DatasetIndex) -> DatasetIndex:
         if "train" not in index.splits:
-            raise ValueError(f"none of the training images of {self.lists.origin} is there")
+            raise ValueError(f"none of the training images in {self.lists.origin} is in --source")
         train = index.splits["train"]
         row_of = {image: row for row, image in enumerate(train.image_ids)}
         partitions: dict[str, PartitionIndex] = {}
@@ -214,7 +217,8 @@ class _Finish:
         rows = np.array([row for row, image in enumerate(image_ids) if image in self.places], np.int64)
         if not len(rows):
             raise ValueError(
-                "--coordinates lists none of the training images; are its image ids those of the CSVs?"
+                "--coordinates has none of the training images; check that it uses the image ids of "
+                "the CSV files"
             )
         places = [self.places[image_ids[row]] for row in rows.tolist()]
         leaves = leaf_ids([place[0] for place in places], [place[1] for place in places])
@@ -237,7 +241,7 @@ class _Finish:
         write_bytes(self.missing_file, text.getvalue().encode())
         gone = ", ".join(f"{count:,} of {name}" for name, count in self.dropped.items() if count)
         print(
-            f"{len(self.skipped):,} of {listed:,} listed images are not there; {self.missing_file} lists them"
-            + (f"; users left out who have no other: {gone}" if gone else ""),
+            (f"{len(self.skipped):,} of {listed:,} listed images are missing; {self.missing_file} lists them")
+            + (f"; users who are left out because all their images are missing: {gone}" if gone else ""),
             file=sys.stderr,
         )

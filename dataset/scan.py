@@ -136,7 +136,7 @@ def scan(source: Source, options: Options, journal: Journal) -> Scan:
     table = pa.concat_tables(block.table for block in blocks)
     faults, notes = _said(table, "fault"), _said(table, "note")
     if table.num_rows == len(faults):
-        raise ValueError(f"{source.provenance['source']} holds no usable image")
+        raise ValueError(f"{source.provenance['source']} has no usable image")
     sizes = np.stack([table["height"].to_numpy(), table["width"].to_numpy()], axis=1)
     num_bytes = table["num_bytes"].to_numpy().clip(0)
     return Scan(

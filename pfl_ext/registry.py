@@ -14,7 +14,11 @@ Kept = TypeVar("Kept")
 
 def of_ones_own() -> str:
     """What is said of an unknown name where the user names no files of their own."""
-    return "" if os.environ.get(OWN) else f"; if it is in a file of your own, set {OWN} to the file's name"
+    return (
+        ""
+        if os.environ.get(OWN)
+        else f"; if it is defined in a file of yours, set {OWN} to the name of the file"
+    )
 
 
 class Registry(Generic[Thing]):
@@ -39,7 +43,7 @@ class Registry(Generic[Thing]):
             ValueError: when another thing has this name.
         """
         if self._things.setdefault(name, thing) is not thing:
-            raise ValueError(f"there are two {self.key} {name}")
+            raise ValueError(f"there are two {self.key} named {name}: rename one")
         self.registered_by[name] = module_in_execution()
 
     def register(self, name: str) -> Callable[[Kept], Kept]:

@@ -155,9 +155,9 @@ def test_the_option_of_a_new_server_optimizer_is_in_private_configs_and_sweeps(
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ([f"{DECAY}=1"], "weight_decay is no option of adam, which has none under server.options: remove it"),
+        ([f"{DECAY}=1"], "weight_decay is not an option of adam, which has none under server.options"),
         ([LION[0], f"{DECAY}=-1"], "server.options.weight_decay is '-1': input should be greater than or"),
-        ([LION[0], "--server.options.decay=1"], "decay is no option of lion, which has weight_decay: remove"),
+        ([LION[0], "--server.options.decay=1"], "decay is not an option of lion, which has weight_decay"),
         (
             [LION[0], "--server.epsilon=0.1"],
             "--server.epsilon has no effect where server.optimizer is lion: ",
@@ -300,7 +300,7 @@ def test_an_edited_file_of_ones_own_is_another_run(
     assert f"\nown_code: {before.own_code}\n" in (directory / "config.yaml").read_text()
     assert list(results(directory)["own_code"]) == ["net_of_mine", "sides_of_mine"]
     train(*words)
-    assert "this run had ended before" in capsys.readouterr().out
+    assert "this run has already finished" in capsys.readouterr().out
     for file in (helper, own):
         file.write_text(f"{file.read_text()}# another version\n")
         train(*words, code=2)

@@ -91,4 +91,4 @@ def test_the_overview_draws_runs_and_refuses_unfinished_ones(
         assert fault in capsys.readouterr().err
     (two / "results.json").unlink()
     assert run(overview, [str(tmp_path / "q.png"), f"federated={one},{two}"]) == 2
-    assert "holds no whole run" in capsys.readouterr().err
+    assert "is not a complete run" in capsys.readouterr().err

@@ -132,12 +132,12 @@ def _named(comparison: Comparison, crossing: Crossed | None, path: Path) -> tupl
     """
     names = {str(label): name for label, name in read_yaml(input_file("--names", path)).items()}
     if bad := [label for label, name in names.items() if not (isinstance(name, str) and name.strip())]:
-        raise ValueError(f"--names {path}: the name of {bad[0]!r} is no text; put it in quotes")
+        raise ValueError(f"--names {path}: the name of {bad[0]!r} is not text; put it in quotes")
     labels = [group.label for group in comparison.groups]
     labels += [] if crossing is None else [*crossing.rows, *crossing.columns]
     if unknown := [label for label in names if label not in labels]:
         known = "; ".join(dict.fromkeys(labels))
-        raise ValueError(f"--names {path}: nothing is called {unknown[0]!r}; there are {known}")
+        raise ValueError(f"--names {path}: there is no group or run named {unknown[0]!r}; there are {known}")
     if crossing is None:
         return groups.named(comparison, names), None
     return groups.named(comparison, names, crossing.row_of), crossed_named(crossing, names)
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"--target is {options.target:g}: give a percentage from 0 to 100")
     folder = output_folder("--output_dir", options.output_dir)
     if options.rows and options.columns is None:
-        raise ValueError("--rows has no effect without --columns")
+        raise ValueError("--rows can be used only with --columns")
     comparison = compare(options.run_dirs)
     crossing = None if options.columns is None else crossed(comparison, options.columns, options.rows)
     if options.names is not None:

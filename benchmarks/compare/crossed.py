@@ -75,7 +75,7 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
         ValueError: when a key has no effect in any run, or two groups fall into one cell.
     """
     if len({group.headline for group in comparison.groups}) > 1:
-        raise ValueError("--columns needs runs that are judged by the same scores; leave the others out")
+        raise ValueError("--columns needs runs that have the same scores; leave the others out")
     differing = comparison.differences()
     every = {name for group in comparison.groups for name in group.keys}
     for name in (key, *row_keys):
@@ -83,9 +83,11 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
             raise ValueError(f"{name} is a section: name one of its keys, such as {inner[0]}")
         if name not in every:
             known = ", ".join(differing) or "none"
-            raise ValueError(f"no run has a key {name} that has an effect; those that differ: {known}")
+            raise ValueError(f"no run has a key {name} that has an effect; the keys that differ are {known}")
     if key in (*row_keys, "setting"):
-        raise ValueError(f"{key} cannot make rows and columns at once; leave it to the rows")
+        raise ValueError(
+            f"{key} cannot be used for rows and columns at the same time; remove it from --columns"
+        )
     names = [_name(group, key) for group in comparison.groups]
     trees = [_of_row(group, key, row_keys) for group in comparison.groups]
     columns = sorted({_value(group, key) for group in comparison.groups}, key=_by_number)
@@ -161,8 +163,8 @@ def _two_in_one(first: Group, second: Group, key: str) -> str:
     differ = ", ".join(name for name in names if name != key)
     both = f"{first.runs[0].directory} and {second.runs[0].directory} are of one row and one column"
     if not differ:
-        return f"{both}, with other data or weights: leave one out"
-    return f"{both}: name in --rows what differs ({differ}), or leave one out"
+        return f"{both}, but with other data or weights: leave one out"
+    return f"{both}: add the keys in which they differ ({differ}) to --rows, or leave one out"
 
 
 def _labels(rows: Sequence[tuple[str, Tree]]) -> list[str]:

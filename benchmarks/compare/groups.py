@@ -244,4 +244,4 @@ def named(
 def refuse_doubles(labels: Sequence[str]) -> None:
     """Raise ValueError when two things would have one name."""
     if several := [label for label, count in Counter(labels).items() if count > 1]:
-        raise ValueError(f"--names gives {several[0]!r} to two of them: give each a name of its own")
+        raise ValueError(f"--names gives the name {several[0]!r} to two groups: give each a different name")

@@ -84,7 +84,7 @@ def dealt_sets(file: DataFile, name: str, taxonomy: str) -> PartitionIndex:
     if recipe is None or not deals_any(recipe.kind):
         kinds = ", ".join(kind for kind in drawers() if deals_any(kind))
         raise ValueError(
-            f"data.partition is {name!r}: give {', '.join(['user', 'iid', *held])}, or such a name as "
-            f"iid-clients-10-seed-0 of a kind that deals images whatever their labels: {kinds}"
+            f"data.partition is {name!r}: give {', '.join(['user', 'iid', *held])}, or a name such as "
+            f"iid-clients-10-seed-0 of a kind that does not need labels: {kinds}"
         )
     return drawn_of(file, recipe, taxonomy, several=True)

@@ -52,6 +52,6 @@ def check_disk(config: TrainingConfig, module: ImageClassifier, of_users: int, d
     room, need = from_main(room), least_bytes(config, module, of_users)
     if need > room:
         raise ValueError(
-            f"the files of this run need at least {need / 1e9:.2g} GB in {directory}, where "
-            f"{room / 1e9:.2g} are free: make room, or choose another --run_dir"
+            f"this run needs at least {need / 1e9:.2g} GB in {directory}, but only {room / 1e9:.2g} GB "
+            "are free: free some space, or choose another --run_dir"
         )

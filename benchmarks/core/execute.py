@@ -145,13 +145,13 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
     """
     config = run.config
     if config.mode == "centralised" and current() is not None:
-        raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
+        raise ValueError("centralised training runs in a single process: start it without a launcher (NP=1)")
     directory = Path(from_main(str(directory_of(run, data_path)) if is_main() else None))
     refuse_broken_link("--run_dir", directory)
     if str(directory) != str(directory).encode(errors="replace").decode():
         raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"--run_dir {directory} is a file: choose another")
+        raise ValueError(f"--run_dir {directory} is a file: choose another folder")
     if is_main():
         probe(data_path)
     with DataFile(data_path, check_images=config.is_private) as file:  # whose noise is for these images
@@ -171,7 +171,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
                     Checkpoints(directory, run).remove()
     if results is not None and is_main():
         if had_ended:
-            print(f"this run had ended before; its results, from {directory}:")
+            print(f"this run has already finished; its results, from {directory}:")
         _show(experiment, results, directory)
 
 
@@ -188,9 +188,9 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
     experiment.show(results)
     if results["best_step"] == 0 < results["rounds"]:
         print(
-            f"WARNING: by {by} on val, no {results['unit']} made the model better than it was before: these "
-            f"scores and model.safetensors are the {_untrained(experiment.config)}; set evaluation.best_by "
-            "to last, or to another score",
+            f"WARNING: by {by} on val, no {results['unit']} improved the model: these scores and "
+            f"model.safetensors are the {_untrained(experiment.config)}; set evaluation.best_by to "
+            "last, or to another score",
             file=sys.stderr,
         )
     statement = statement_path(directory)
@@ -204,7 +204,7 @@ def _untrained(config: TrainingConfig) -> str:
     federated = config.federated
     if config.mode != "federated" or not federated.chosen.keeps_parts(federated.chosen_options):
         return "untrained model's"
-    return f"untrained server model's, which no user of {federated.name} has: each has a model of its own"
+    return f"untrained server model's, which no user of {federated.name} uses: each user has its own model"
 
 
 def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClassifier:
@@ -215,7 +215,9 @@ def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClas
     by = experiment.config.evaluation.best_by
     if by not in ("loss", "last", *experiment.scores):
         scores = ", ".join(dict.fromkeys(("loss", *experiment.scores, "last")))
-        raise ValueError(f"evaluation.best_by is {by}, which is not scored: choose one of {scores}")
+        raise ValueError(
+            f"evaluation.best_by is {by}, which is not one of the scores of this run: choose one of {scores}"
+        )
     experiment.check()
     if experiment.config.is_private:
         check_private_data(experiment)
@@ -231,7 +233,7 @@ def _check_data(path: Path) -> None:
     try:
         check_columns(path)
     except ValueError as damage:
-        raise ValueError(f"{damage}, or see python -m dataset.store {path}") from None
+        raise ValueError(f"{damage}, or check it with python -m dataset.store {path}") from None
 
 
 def _train(
@@ -249,7 +251,7 @@ def _train(
         )
         if left_out := sum(isinstance(layer, LeftOut) for layer in module.modules()):
             print(
-                f"dropout of {config.model.arch} is left out (layers: {left_out}); --model.dropout true "
+                f"dropout of {config.model.arch} is removed (layers: {left_out}); --model.dropout true "
                 "keeps it"
             )
         if config.mode == "federated" and (warning := experiment.warning()):

@@ -107,10 +107,11 @@ class Experiment(ABC, Generic[C]):
         path = path or source.path
         if path is None or (path != source.mini and not path.is_file()):
             missing = "" if path is None else f", {path}, which is not there"
-            raise ValueError(f"{of_a_run} needs its run's data file{missing}: give --data_path")
+            raise ValueError(f"{of_a_run} needs the data file of its run{missing}: give it with --data_path")
         if path != source.mini and is_data_of(run.origin.parent, path) is False:
             raise ValueError(
-                f"{of_a_run} is of a run on other data than {path} holds today: give --data_path"
+                f"{of_a_run} belongs to a run on other data than {path} has now: give the file of the "
+                "run with --data_path"
             )
         return list(argv), path
 
@@ -247,7 +248,8 @@ def build_model(
     _check_outputs(model.arch, task)
     if weights is None and model.weights_sha256 is not None:
         raise ValueError(
-            f"the config asks for weights with SHA-256 {model.weights_sha256}: give their file with --weights"
+            f"the config needs weights with the SHA-256 {model.weights_sha256}: give their file with "
+            "--weights"
         )
     check_origin(config, weights)
     backbone = build_backbone(
@@ -256,7 +258,9 @@ def build_model(
     scale = FIXED.get(model.normalisation)
     if scale is None:
         if split is None:
-            raise ValueError("model.normalisation is data, and there is none here: choose another")
+            raise ValueError(
+                "model.normalisation is data, but this command has no data: choose another value"
+            )
         scale = scale_of(split("train"))
     task, smoothing = weighted_task(config.federated, task), config.augment.label_smoothing
     return ImageClassifier(

@@ -29,42 +29,45 @@ def check_extension(run: AnyRun, files: RunDirectory) -> None:
         return
     asked = f"--extend {run.extend}"
     if not has_begun(run.extend):
-        raise ValueError(f"{asked} holds no run: give the folder of one")
+        raise ValueError(f"{asked} has no run: give the folder of a run")
     known = read_yaml(run.extend / "config.yaml")
     length = LENGTHS[0 if run.config.mode == "federated" else 1]
     changed = run_differences(known, run)
     if [change for change in changed if not change.startswith(f"{length}: ")]:
-        raise ValueError(f"{asked} is a run of another config ({'; '.join(changed)}): change {length} alone")
+        raise ValueError(f"{asked} is a run of another config ({'; '.join(changed)}): change only {length}")
     assert run.benchmark is not None
     config, old = run.config, run.benchmark.read(known, "config.yaml")
     if config.num_steps <= old.num_steps:
-        raise ValueError(f"{asked} has {old.num_steps} {config.unit}s: set {length} to more")
+        raise ValueError(f"{asked} already has {old.num_steps} {config.unit}s: set {length} to more")
     if config.is_private:
-        raise ValueError(f"{asked} is private, and its noise is for {old.num_steps} rounds: begin a new run")
+        raise ValueError(
+            f"{asked} is private, and its noise was computed for {old.num_steps} rounds, so it cannot "
+            "be extended: start a new run"
+        )
     if config.mode == "federated" and (
         config.federated.chosen.reads_length or config.federated.chosen.only_last
     ):
         raise ValueError(
-            f"{asked} is of federated.algorithm {config.federated.name}, whose rounds depend on how many "
-            "there are: begin a new run"
+            f"{asked} uses federated.algorithm {config.federated.name}, whose rounds depend on the "
+            "number of rounds, so it cannot be extended: start a new run"
         )
     if any(_rates(config, step) != _rates(old, step) for step in range(old.num_steps)):
         raise ValueError(
-            f"{asked} has a learning rate whose schedule depends on {length}: a run of {config.num_steps} "
-            f"{config.unit}s would have had others"
+            f"{asked} has a learning rate schedule that depends on {length}, so a run of "
+            f"{config.num_steps} {config.unit}s would have used other rates: start a new run"
         )
     every = config.evaluation.every_rounds if config.mode == "federated" else config.evaluation.every_epochs
     account = _account(run)
     if account["config_sha256"] != tree_digest(known):
-        raise ValueError(f"{asked} holds a config.yaml that is not the one of its checkpoint: restore it")
+        raise ValueError(f"the config.yaml in {asked} does not belong to its checkpoint: restore it")
     if account["ended"] and old.num_steps % every:
         raise ValueError(
-            f"{asked} scored its last model after {old.num_steps} {config.unit}s, which is no multiple of "
-            f"evaluation.every_{config.unit}s = {every}: begin a new run"
+            f"{asked} was last scored after {old.num_steps} {config.unit}s, which is not a multiple of "
+            f"evaluation.every_{config.unit}s = {every}: start a new run"
         )
     data = run.extend / "checkpoint" / "data.json"
     if not data.exists() or checkpoint.read_json(data).get("sha256") != files.data_sha256:
-        raise ValueError(f"{asked} is a run on other data: give its file by --data_path")
+        raise ValueError(f"{asked} is a run on other data: give its data file with --data_path")
 
 
 def extend(run: AnyRun, files: RunDirectory) -> None:
@@ -80,7 +83,10 @@ def extend(run: AnyRun, files: RunDirectory) -> None:
     for _, _, account in found:
         lines = whole[: account["metrics_bytes"]]
         if hashlib.sha256(lines).hexdigest() != account["metrics_sha256"]:
-            raise ValueError(f"--extend {run.extend}: its metrics.jsonl is not the one of its checkpoint")
+            raise ValueError(
+                f"--extend {run.extend}: the metrics.jsonl in it does not belong to its checkpoint: "
+                "restore it"
+            )
         if account["ended"]:  # the last line is no step's: this run scores that model before its next step
             lines = b"".join(lines.splitlines(keepends=True)[:-1])
         account |= {"ended": False, "config_sha256": files.config_sha256, "metrics_bytes": len(lines)}
@@ -98,8 +104,8 @@ def _account(run: AnyRun) -> Tree:
     assert run.extend is not None
     if not has_checkpoint(run.extend):
         raise ValueError(
-            f"--extend {run.extend} has no checkpoint, as a run that has ended keeps it with "
-            "--runtime.keep_checkpoints true alone: begin a new run"
+            f"--extend {run.extend} has no checkpoint, because a finished run keeps it only with "
+            "--runtime.keep_checkpoints true: start a new run"
         )
     return checkpoint.load_newest(Checkpoints(run.extend, run).last)[1]
 

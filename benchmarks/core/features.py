@@ -35,7 +35,7 @@ from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.privacy.moments import Release, channel_moments
 from pfl_ext.workers.distributed import is_main
 
-NO_FILE = "its images are read from no data file"
+NO_FILE = "no data file was given to read its images from"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
     stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
     if split is None or len(stores) < len(splits):
         if needed is not None:
-            raise ValueError(f"{needed[0]}, and features are not computed once: {why or NO_FILE}")
+            raise ValueError(f"{needed[0]}, but features are not computed only once: {why or NO_FILE}")
         if is_main() and why:
             print(f"the frozen layers are computed in every round: {why}", flush=True)
         return images
@@ -191,7 +191,7 @@ def _maps(experiment: Experiment[Any], images: Inputs) -> Inputs:
     run, module = experiment.run, images.module.to(get_default_device())
     why = reason_against(run.config)
     if module.mean.device.type != "cpu":
-        why = why or "images are on a CPU, and the network is not"
+        why = why or "images are on a CPU, but the network is not"
     names = dict.fromkeys(("train", "val", *experiment.final_splits))
     splits = {name: experiment.split(name) for name in names}
     stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}

@@ -226,8 +226,8 @@ def check_federated(
     federated, users = config.federated, training_data(run, store, module.task, partition)
     if users.num_users == 1 and partition is None and is_main():
         print(
-            "one user owns all training images, so that one client is trained: --data.partition "
-            "iid-clients-10-seed-0, for example, deals them to ten",
+            "one user owns all training images, so only one client is trained: divide them among "
+            "clients, for example with --data.partition iid-clients-10-seed-0",
             file=sys.stderr,
         )
     if config.privacy is not None:

@@ -58,8 +58,8 @@ def calibrated(privacy: PrivacySection, population: int, cohort_size: int, num_r
     calibration = privacy.calibrate(population, cohort_size, num_rounds)
     if privacy.release == "public" and calibration.is_simulation:
         raise ValueError(
-            "privacy.release public needs a guarantee of the run itself, and here a larger system is "
-            "simulated: set privacy.noise_cohort_size and privacy.noise_population to none"
+            "privacy.release public needs a guarantee of this run, but privacy.noise_cohort_size or "
+            "privacy.noise_population simulates a larger system: set both to none"
         )
     return calibration
 
@@ -156,10 +156,10 @@ class Ledger(ABC):
         central = self._run_config.privacy
         if is_main() and (central is None or central.band == 1) and over_all < 1:
             print(
-                f"WARNING: the noise of a round is {1 / ratio:,.3g} times as long as the mean update can be "
-                f"at most, that of all {rounds:,} rounds {1 / over_all:,.3g} times as long as all updates "
-                "together: hardly anything can be learnt. Larger cohorts, a larger epsilon, or fewer trained "
-                "parameters (a smaller network, model.trained) change that",
+                f"WARNING: the noise of a round is {1 / ratio:,.3g} times as long as the largest "
+                f"possible mean update, and that of all {rounds:,} rounds {1 / over_all:,.3g} times as "
+                "long as all updates together: the model can hardly learn. Use larger cohorts, a "
+                "larger epsilon, or fewer trained parameters (a smaller network, or model.trained)",
                 file=sys.stderr,
             )
 

@@ -59,8 +59,8 @@ class DataSource:
                 raise ValueError(f"--data_path {path} is a folder; give the HDF5 file")
             if not path.is_file():
                 raise ValueError(
-                    f"--data_path {path}: no such file; {self.maker} makes one, and of your own "
-                    "images python -m dataset.convert"
+                    f"--data_path {path}: no such file; make one with {self.maker}, or from "
+                    "your own images with python -m dataset.convert"
                 )
             return list(argv), path
         has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)

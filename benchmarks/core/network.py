@@ -74,7 +74,9 @@ def _begun(arch: str, other: str, directories: Iterable[Path]) -> str | None:
         except (ValueError, OSError, KeyError, TypeError):
             continue  # it is damaged, and the run is refused for it later
         if begun == other != arch:
-            print(f"{directory} holds a run that took {other} for {arch}: keeping it", flush=True)
+            print(
+                f"{directory} has a run that used {other} instead of {arch}: continuing with it", flush=True
+            )
         if begun in (arch, other):
             return begun
     return None
@@ -92,8 +94,9 @@ def _reachable(arch: str, substitute: str, source: Source) -> str:
         except ValueError as fault_of_other:
             raise ValueError(f"{fault}; for {SUBSTITUTE} itself, {fault_of_other}") from fault
         print(
-            f"{fault.what}: taking {substitute} with the {other.description} ({other.licence}); the paper's "
-            f"row has {arch} and cannot be compared with this run (--weights {source.name} trains {arch})",
+            f"{fault.what}: using {substitute} with the {other.description} ({other.licence}) instead; "
+            f"this run cannot be compared with the paper's row, which has {arch} (--weights "
+            f"{source.name} trains {arch})",
             flush=True,
         )
         return substitute

@@ -20,8 +20,8 @@ def precision_of(run: AnyRun, module: ImageClassifier) -> torch.dtype | None:
         return torch.bfloat16 if run.runtime.precision == "bf16" else None
     if is_main():
         print(
-            f"{run.config.model.arch} is trained in float32: torch's bfloat16 gradient of its {tiny}, where "
-            "a map has hardly a pixel, is wrong on a CPU; bf16 needs larger images (model.input_size)",
+            f"{run.config.model.arch} is trained in float32: on a CPU, the bfloat16 gradient of torch "
+            f"is wrong for its {tiny} on maps of only a few pixels; to use bf16, raise model.input_size",
             file=sys.stderr,
         )
     return None

@@ -36,45 +36,48 @@ def check_private_data(experiment: Experiment[Any]) -> None:
     source = None if weights is None else source_in(experiment.config.model.arch, weights)
     if source is not None and experiment.file.fingerprint in source.learnt_from:
         raise ValueError(
-            f"--weights {weights} has learnt from the images of {experiment.file.path}, and what it says of "
-            "them is not in this run's budget: begin with weights from other data, or without --weights"
+            f"--weights {weights} was trained on images of {experiment.file.path}, which this run's "
+            "privacy budget does not include: start from weights of other data, or without --weights"
         )
     privacy = experiment.config.privacy
     found = _found_classes(experiment.file)
     if privacy is not None and privacy.release == "public" and found:
         raise ValueError(
-            f"privacy.release public would publish the classes of {', '.join(found)}, which were found in "
-            "the images and may give a user away: list all classes, python -m dataset.convert --classes FILE"
+            f"privacy.release public would publish the classes of {', '.join(found)}, which were found "
+            "in the images and may reveal a user: make the file again with a list of all classes, "
+            "python -m dataset.convert --classes FILE"
         )
     partition = experiment.partition()
     trained = set((experiment.split("train") if partition is None else partition).user_ids)
     local = experiment.config.local_privacy
     if local is not None and local.delta * len(trained) >= 1:
         raise ValueError(
-            f"local_privacy.delta is {local.delta:g}, not below one in {len(trained):,} users, so that the "
-            "guarantee may fail for one of them outright: lower it"
+            f"local_privacy.delta is {local.delta:g}, but must be below 1 / {len(trained):,}, one "
+            "divided by the number of users, because the guarantee could fail completely for one of "
+            "them: lower it"
         )
     if experiment.protected().partition is not None:
         return  # its clients are protected, who have images of train alone
     unknown = trained - set(experiment.file.split("train").user_ids)
     if unknown:
         raise ValueError(
-            f"privacy protects a user with all of its images, and data.partition does not say which of val "
-            f"and test belong to its {len(unknown):,} users, {min(unknown)} among them: make the file with "
-            "these users, or give the partition a name that does not begin with user, so that it has clients"
+            "privacy protects a user with all its images, but data.partition does not say which images "
+            f"of val and test belong to its {len(unknown):,} users, for example {min(unknown)}: make "
+            "the file with these users, or give the partition a name that does not begin with user, so "
+            "that it has clients"
         )
     if moved := _moved(experiment):
         raise ValueError(
-            f"privacy protects a user with all of its images, and data.partition gives an image of user "
-            f"{moved[0]} to {moved[1]}: give the partition a name that does not begin with user, so that it "
-            "has clients"
+            "privacy protects a user with all its images, but data.partition gives an image of user "
+            f"{moved[0]} to {moved[1]}: give the partition a name that does not begin with user, so "
+            "that it has clients"
         )
     for name in ("val", *experiment.final_splits):
         both = [user for user in experiment.split(name).user_ids if owner(user, trained) in trained]
         if both:
             raise ValueError(
-                f"privacy protects a user with all of its images, and {len(both):,} users of {name} also "
-                f"train, {owner(both[0], trained)} among them: deal splits by users (python -m "
+                f"privacy protects a user with all its images, but {len(both):,} users of {name} are "
+                f"also in train, for example {owner(both[0], trained)}: split by users (python -m "
                 "dataset.convert --split_by users), or choose a data.partition"
             )
 

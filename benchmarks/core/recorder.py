@@ -243,7 +243,7 @@ class Recorder:
             self.progress.close()
             barrier()  # a launcher may end those that are left when the first leaves; the main one is saving
             done = f"{step + 1} of {self.num_steps} {self.unit}s are done"
-            raise Stopped(asked, f"{done} and {self.checkpoints.last} is written")
+            raise Stopped(asked, f"{done} and {self.checkpoints.last} was saved")
 
     def _remedy(self) -> str:
         """What to do about training that diverges, by the keys of this run."""
@@ -312,7 +312,7 @@ class Recorder:
             step = self._resumed(account)
         elif is_main() and (lines := self.files.remove_lines()):
             again = self._again(0, min(lines, self.num_steps))
-            print(f"there is no checkpoint: starting again: {again}", file=sys.stderr)
+            print(f"there is no checkpoint: starting from the beginning: {again}", file=sys.stderr)
         self.progress.open(step)
         return step, state
 

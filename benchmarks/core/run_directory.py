@@ -116,33 +116,37 @@ class RunDirectory:
         if not has_begun(self.path):
             return digest(self.run.config)
         if self.run.resume == "never":
-            raise ValueError(f"{self.path} already holds a run: choose another --run_dir, or --resume auto")
+            raise ValueError(
+                f"{self.path} already has a run: choose another --run_dir, or add --resume auto to "
+                "continue it"
+            )
         known = read_yaml(self.path / "config.yaml")
         try:
             changed = run_differences(known, self.run)
         except ValueError as fault:
             raise ValueError(
-                f"{self.path / 'config.yaml'} is damaged or of another version: {fault}"
+                f"{self.path / 'config.yaml'} is damaged or of another version of the code: {fault}"
             ) from fault
         if changed:
             model, more = self.path / "model.safetensors", ""
             if len(changed) == 1 and changed[0].startswith(LENGTHS) and has_checkpoint(self.path):
-                more = f"; --extend {self.path} makes a longer run of it"
+                more = f"; to train this run for longer, add --extend {self.path}"
             elif model.exists() and any(change.startswith(LENGTHS) for change in changed):
                 switch = "" if self.run.config.model.pretrained else self._switch()
                 more = (
-                    f"; {switch}--weights {model} --model.keep_head true lets a new run begin with its model"
+                    f"; to start a new run from its model, add {switch}--weights {model} "
+                    "--model.keep_head true"
                 )
             raise ValueError(
-                f"{self.path} holds a run of another config ({'; '.join(changed)}): choose another "
+                f"{self.path} has a run of another config ({'; '.join(changed)}): choose another "
                 f"--run_dir{more}"
             )
         data = self.path / "checkpoint" / "data.json"
         learnt = read_json(data).get("sha256") if data.exists() else self.data_sha256
         if learnt != self.data_sha256:
             raise ValueError(
-                f"{self.path} holds a run on other data (content {str(learnt)[:12]}, that of --data_path is "
-                f"{self.data_sha256[:12]}): give its file, or choose another --run_dir"
+                f"{self.path} has a run on other data (content {str(learnt)[:12]}, but --data_path has "
+                f"{self.data_sha256[:12]}): give its data file, or choose another --run_dir"
             )
         return tree_digest(known)
 
@@ -219,8 +223,7 @@ class RunDirectory:
         kept = content[:length]
         if hashlib.sha256(kept).hexdigest() != state["metrics_sha256"]:
             raise ValueError(
-                f"{self._metrics} is not the one that the checkpoint was written with: restore it, or choose "
-                "another --run_dir"
+                f"{self._metrics} does not belong to the checkpoint: restore it, or choose another --run_dir"
             )
         if self._metrics.exists():
             os.truncate(self._metrics, length)

@@ -54,8 +54,8 @@ class Secret:
         """
         if self.sha256 != sha256:
             raise ValueError(
-                f"{self.path} is not the secret that the checkpoint beside it was written with, so rounds "
-                "would be released again with other noise: restore the file, or choose another --run_dir"
+                f"{self.path} does not belong to the checkpoint beside it, so rounds would be released "
+                "again with other noise: restore the file, or choose another --run_dir"
             )
 
     def close(self) -> None:
@@ -109,8 +109,9 @@ def _read(directory: Path, path: Path, keys: tuple[str, str], precision: str) ->
     if not path.exists():
         if released:
             raise ValueError(
-                f"{path} is missing, but {directory} holds rounds that were made with it, and with a new "
-                "secret they would be released a second time: restore the file, or choose another --run_dir"
+                f"{path} is missing, but {directory} has rounds that were made with it, and would be "
+                "released a second time with a new secret: restore the file, or choose another "
+                "--run_dir"
             )
         return _draw(path, keys, precision)
     try:
@@ -127,21 +128,21 @@ def _read(directory: Path, path: Path, keys: tuple[str, str], precision: str) ->
         return text if (*found, trained) == (*keys, precision) else _draw(path, keys, precision)
     if found != keys:
         raise ValueError(
-            f"{path} belongs to a run of another config or on other data, and no secret is used twice: "
-            "choose another --run_dir"
+            f"{path} belongs to a run of another config or on other data, and a secret must not be used "
+            "twice: choose another --run_dir"
         )
     statement = statement_path(directory)
     stated = checkpoint.read_json(statement).get("secret_sha256") if statement.exists() else None
     if stated not in (None, _sha256(text)):
         raise ValueError(
-            f"{path} is not the secret that {statement} was written with, so rounds would be released again "
-            "with other noise: restore the file, or choose another --run_dir"
+            f"{path} does not belong to {statement}, so rounds would be released again with other "
+            "noise: restore the file, or choose another --run_dir"
         )
     if trained != precision:
         raise ValueError(
-            f"{directory} holds rounds that were trained with runtime.precision {trained}, and rounds made "
-            f"again with {precision} and the same noise would show their difference without noise: set "
-            f"runtime.precision to {trained}, or choose another --run_dir"
+            f"{directory} has rounds that were trained with runtime.precision {trained}; to repeat them "
+            f"with {precision} and the same noise would reveal their difference: set runtime.precision "
+            f"to {trained}, or choose another --run_dir"
         )
     return text
 

@@ -41,14 +41,15 @@ def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
         return config
     if not config.model.pretrained:
         raise ValueError(
-            "--weights is for fine-tuning settings: add --model.pretrained=true, or choose such a config"
+            "--weights can be used only if pretrained weights are loaded: add --model.pretrained=true, "
+            "or choose a config that has it"
         )
     if not file.is_file():
         raise ValueError(f"--weights {file}: no such file")
     sha256, wanted, known = sha256_of(file), config.model.weights_sha256, source_of(config.model.arch)
     found = None if known is not None and known.is_of(sha256) else sha256  # a known source needs no name
     if wanted not in (None, found):
-        raise ValueError(f"--weights {file} is not the file of the config, whose SHA-256 is {wanted}")
+        raise ValueError(f"--weights {file} is not the file that the config needs, whose SHA-256 is {wanted}")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights_sha256=found))
 
 
@@ -123,13 +124,13 @@ def check_origin(config: TrainingConfig, weights: Path | None) -> None:
         return
     if source.normalisation not in (None, model.normalisation):
         raise ValueError(
-            f"model.normalisation is {model.normalisation}, and the weights of {model.arch} were trained on "
-            f"another input: set it to {source.normalisation}"
+            f"model.normalisation is {model.normalisation}, but the weights of {model.arch} were "
+            f"trained on another input: set it to {source.normalisation}"
         )
     grouped = not model.has_fixed_statistics or outputs_of(model.arch) == "pixels"  # as new decoders are
     if grouped and source.groups not in (None, model.groups):
         raise ValueError(
-            f"model.groups is {model.groups}, and the weights of {model.arch} were trained with other "
+            f"model.groups is {model.groups}, but the weights of {model.arch} were trained with other "
             f"groups: set it to {source.groups}"
         )
 
@@ -159,6 +160,7 @@ def check_classes(config: TrainingConfig, weights: Path | None, names: Sequence[
         if theirs != ours:
             kind = "the same classes in another order" if set(known) == set(names) else "other classes"
             raise ValueError(
-                f"--weights {weights} has a head for {kind}: output {number} is {theirs!r} there and "
-                f"{ours!r} in the data: set model.keep_head to false, or give data with the file's classes"
+                f"--weights {weights} has a last layer for {kind}: its output {number} is {theirs!r}, "
+                f"but in the data it is {ours!r}: set model.keep_head to false, or give data with the "
+                "classes of the file"
             )

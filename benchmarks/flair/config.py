@@ -162,8 +162,7 @@ def check(config: Config) -> None:
     check_training(config)
     if config.evaluation.best_by == "accuracy" and config.data.binary_label is None:
         raise ValueError(
-            "evaluation.best_by is accuracy, which is scored where data.binary_label is given: "
-            "choose one of loss, C-AP, last"
+            "evaluation.best_by is accuracy, which needs data.binary_label: choose loss, C-AP or last"
         )
 
 

@@ -69,7 +69,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.read(argv)
     if options.images and (options.split or (options.data_path and options.user is None)):
         raise ValueError(
-            "--images is for image files, --split and --data_path for a data file: give one of both"
+            "--images is for image files, but --split and --data_path are for a data file: give only "
+            "one of the two"
         )
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"--threads is {options.threads}: give at least 1")
@@ -101,8 +102,8 @@ def _files(paths: Sequence[Path], apart: bool) -> dict[Path, Path]:
     for file, place in found.items():
         if apart and places.setdefault(place, file) != file:
             raise ValueError(
-                f"{places[place]} and {file} would have one mask, {mask_places([place])[0]}.png: give one "
-                "--output for each"
+                f"{places[place]} and {file} would be written to the same mask, "
+                f"{mask_places([place])[0]}.png: give each its own --output"
             )
     return dict(zip(found, mask_places([*found.values()]))) if apart else found
 
@@ -116,7 +117,7 @@ def _check_output(output: Path, model: Trained, inputs: Iterable[Path], overwrit
     of_run = (model.record.directory / name for name in OF_RUN)
     for path in (*inputs, *of_run):
         if output.exists() and path.exists() and output.samefile(path):
-            raise ValueError(f"--output {output} is read here: give another file")
+            raise ValueError(f"--output {output} is read by this command: give another file")
     output_file("--output", output, overwrite)
 
 
@@ -232,7 +233,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             inputs, split = [path], options.split or ("test" if held_out is None else "train")
             if held_out is not None and options.split is None and not len(held_out):
-                raise ValueError(f"--user {options.user} has no images held out: give --split, or --images")
+                raise ValueError(f"--user {options.user} has no held-out images: give --split or --images")
             chosen = held_out if options.split is None else None
             batches, total = _of_split(model, file, split, size, chosen)
             source = f"images of {split} in {path}"

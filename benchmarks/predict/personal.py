@@ -56,19 +56,23 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     for path in (folder / "last.safetensors", *([folder / FILE] if kept else [])):
         if not path.is_file():
             raise ValueError(
-                f"--user {user}: {path} is missing, as when a run removes it at its end: {AGAIN}"
+                f"--user {user}: {path} is missing, perhaps because the run removed it at its end: {AGAIN}"
             )
     store = experiment.split("train")
     users = training_data(run, store, task, experiment.partition())
     ids = list(users.partition.user_ids)
     if user not in ids:
-        raise ValueError(f"--user {user}: none of the {len(ids):,} training users, as {ids[0]}, has this id")
+        raise ValueError(
+            f"--user {user}: there is no training user with this id; the {len(ids):,} ids are like {ids[0]}"
+        )
     number = ids.index(user)
     context = run_context(run, setup(config, module, users, directory), CentralEvaluation(store))
     algorithm = chosen.start(dataclasses.replace(context, compressor=None))
     tensors, account = checkpoint.load(folder / "last.safetensors")
     if account.get("config_sha256") != model.record.outcome["config_sha256"] or not account.get("ended"):
-        raise ValueError(f"{folder / 'last.safetensors'} is not that of the run's end: {AGAIN}")
+        raise ValueError(
+            f"{folder / 'last.safetensors'} is not the checkpoint of the end of the run: {AGAIN}"
+        )
     try:
         algorithm.load(algorithm.init(config.seed), tensors)
     except ValueError as fault:

@@ -138,10 +138,12 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory: give that of a run")
+        raise ValueError(f"{directory} is not a folder: give the folder of a run")
     record, experiment = read_any(directory)
     if record.results is None:
-        raise ValueError(f"{directory}: it has not ended; its training command, given again, goes on with it")
+        raise ValueError(
+            f"{directory}: the run has not finished; give its training command again to continue it"
+        )
     _check_own_code(record)
     classes = _classes(record)
     file = directory / "model.safetensors"
@@ -166,8 +168,8 @@ def _check_own_code(record: RunRecord) -> None:
     edited = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
     if edited:
         raise ValueError(
-            f"{record.directory} was trained with another version of {', '.join(edited)} ({OWN}), so that "
-            "predictions would be others: restore the file as it was, or train again"
+            f"{record.directory} was trained with another version of {', '.join(edited)} ({OWN}), so "
+            "predictions would differ: restore the old file, or train again"
         )
 
 

@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
     path = run.data_path or source.path
     if path is None or not path.is_file():
         absent = source.missing if run.data_path is None else f"--data_path {path}: no such file"
-        raise ValueError(f"{absent}: a published row has no stand-in; give --data_path FILE")
+        raise ValueError(f"{absent}: a published row always needs its own data; give --data_path FILE")
     check_maker(path, run.config.data.dataset)
     try:
         vision.main(command)
@@ -138,7 +138,7 @@ def check_maker(path: Path, dataset: str) -> None:
         maker = file.provenance.get("tool")
     wanted = f"dataset.{dataset}.download_preprocess"
     if maker != wanted:
-        raise ValueError(f"{path} was made by {maker}, but the row is of what python -m {wanted} makes")
+        raise ValueError(f"{path} was made by {maker}, but this row needs a file made by python -m {wanted}")
 
 
 def _asked(argv: Sequence[str]) -> tuple[Row, int, list[str]]:
@@ -154,7 +154,7 @@ def _asked(argv: Sequence[str]) -> tuple[Row, int, list[str]]:
             rest += [word] if equals else [word, next(words, "")]
         else:
             raise ValueError(
-                f"{word} would make another row: only --row, --seed, --data_path and --runtime.* can be given"
+                f"{word} would change the row: only --row, --seed, --data_path and --runtime.* can be given"
             )
     if not own["row"]:
         raise ValueError(f"give --row, one of {', '.join(names())}")

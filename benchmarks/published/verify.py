@@ -36,9 +36,9 @@ def scores(row: Row) -> dict[int, float]:
             kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             of, seed, score = kept["row"], int(kept["seed"]), float(kept[key])
         except (ValueError, LookupError, TypeError) as fault:
-            raise ValueError(f"{path} is no result of a published row ({fault}): make it again") from None
+            raise ValueError(f"{path} is not a result of a published row ({fault}): make it again") from None
         if (of, path.stem) != (row.name, f"{row.name}-seed{seed}") or not 0 <= score <= 100:
-            raise ValueError(f"{path} holds the result of another run: make it again")
+            raise ValueError(f"{path} is the result of another run: make it again")
         found[seed] = score
     return found
 

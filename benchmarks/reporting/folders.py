@@ -20,10 +20,13 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
-            raise ValueError(f"{path} is no directory: give run directories, or directories of them")
+            raise ValueError(f"{path} is not a folder: give run directories, or folders of them")
         below = list(_walk(path))
         if not below:
-            raise ValueError(f"{path} holds no run: no config.yaml and no results.json at or below it")
+            raise ValueError(
+                f"{path} has no run (no config.yaml and no results.json in it or below it): give run "
+                "directories"
+            )
         found.update(dict.fromkeys(below))
     return list(found)
 

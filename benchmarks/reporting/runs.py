@@ -156,7 +156,7 @@ def reading(directory: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGE as fault:
-        if f"{directory} holds no whole run" in str(fault):
+        if f"{directory} is not a complete run" in str(fault):
             raise
         text = " ".join(f"{type(fault).__name__}: {fault}".split())
         raise not_whole(directory, text) from fault
@@ -164,7 +164,7 @@ def reading(directory: Path) -> Iterator[None]:
 
 def not_whole(directory: Path, why: str) -> ValueError:
     """The error that a run directory cannot be used."""
-    return ValueError(f"{directory} holds no whole run ({why}): leave it out, or make the run again")
+    return ValueError(f"{directory} is not a complete run ({why}): leave it out, or make the run again")
 
 
 def read_run(
@@ -242,7 +242,7 @@ def finished_run(
     if (record.fault or "").startswith(FOREIGN):
         raise RunOfAnother(record.fault)
     if not record.finished:
-        raise not_whole(directory, record.fault or "it has not ended")
+        raise not_whole(directory, record.fault or "it has not finished")
     return record
 
 
@@ -364,12 +364,13 @@ def check_seeds(records: Sequence[RunRecord]) -> None:
         if changed := differences(reference, other):
             shown = "; ".join(changed[:3])
             raise ValueError(
-                f"{first} and {record.directory} are no seeds of one experiment, they differ in more than "
-                f"the seed ({shown}{'; ...' if changed[3:] else ''}): give them apart, or only one of them"
+                f"{first} and {record.directory} are not seeds of the same experiment, because they "
+                f"differ in more than the seed ({shown}{'; ...' if changed[3:] else ''}): give only one "
+                "of them, or each in a separate command"
             )
         if record.seed in seeds:
             raise ValueError(
                 f"{seeds[record.seed]} and {record.directory} have the same config and the same seed, "
-                f"{record.seed}: give only one"
+                f"{record.seed}: give only one of them"
             )
         seeds[record.seed] = record.directory

@@ -41,7 +41,10 @@ def training_words(sweep: Sweep, extra: Sequence[str]) -> list[str]:
     """
     after = sweep.command[sweep.command.index(sweep.program_module) + 1 :]
     for key in sweep.experiment.benchmark.words(extra).keys() & sweep.parameters.keys():
-        raise ValueError(f"--{key} is swept: take it out of the arguments, or of the sweep's parameters")
+        raise ValueError(
+            f"--{key} is a parameter of the sweep: remove it from the arguments, or from the sweep's "
+            "parameters"
+        )
     return [*(word for word in after if word != "${args}"), *extra]
 
 
@@ -56,7 +59,9 @@ def ranked_run(sweep: Sweep, words: Sequence[str]) -> AnyRun:
     if sweep.ranking.name not in known:
         raise ValueError(f"metric.name is {sweep.ranking.name!r}: choose one of {', '.join(known)}")
     if getattr(run.config.data, "scored", "val") != "val":
-        raise ValueError("the sweep ranks by val, which its runs do not follow: add --data.scored=val")
+        raise ValueError(
+            "the sweep ranks trials by val, but its runs are not scored on val: add --data.scored=val"
+        )
     return run
 
 
@@ -67,7 +72,8 @@ def local(name: str, options: Options, extra: Sequence[str]) -> None:
     for key in sorted({"run_dir", "extend", "resume", "runtime.device"} & words_of(training).keys()):
         where = "the arguments" if key in words_of(extra) else f"the command of {path}"
         raise ValueError(
-            f"--{key} is the sweep's to give: remove it from {where} (there are --sweep_dir and --devices)"
+            f"--{key} is set by the sweep itself: remove it from {where} (use --sweep_dir and --devices "
+            "instead)"
         )
     words, data_path = sweep.experiment.resolve_data([*training, "--runtime.progress=false"])
     run = ranked_run(sweep, words)
@@ -83,7 +89,7 @@ def local(name: str, options: Options, extra: Sequence[str]) -> None:
     words = command_words({**words_of(words), "data_path": data_path})
     if options.devices is None and (cuda := torch.cuda.device_count()):
         options = dataclasses.replace(options, devices=",".join(f"cuda:{i}" for i in range(cuda)))
-    refusal = f"{directory} is being worked on: wait, or choose another --sweep_dir"
+    refusal = f"{directory} is in use by another process: wait, or choose another --sweep_dir"
     with locked(directory / "lock", refusal):
         LocalSweep(sweep, tree, words, directory, options).run()
 
@@ -127,11 +133,13 @@ def main(argv: Sequence[str]) -> None:
         return None
     name, *rest = argv
     if name.startswith("--"):
-        raise ValueError(f"the sweep comes first: python -m benchmarks.sweep NAME_OR_YAML {name} ...")
+        raise ValueError(f"give the sweep first: python -m benchmarks.sweep NAME_OR_YAML {name} ...")
     values, extra = own_arguments(Options, rest)
     options = build(Options, values, "the sweep's options", "--")
     if options.local:
         return local(name, options, extra)
     for key in sorted(values.keys() - {"local", "count", "program"}):
-        raise ValueError(f"--{key} is for local sweeps: add --local true (LOCAL=1), or remove it")
+        raise ValueError(
+            f"--{key} can be used only for local sweeps: add --local true (LOCAL=1), or remove it"
+        )
     return with_wandb(name, options, extra)

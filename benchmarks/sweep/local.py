@@ -97,9 +97,7 @@ def open_study(directory: Path, sweep: Sweep, identity: Tree) -> optuna.Study:
     if known is None:
         study.set_user_attr("sweep", identity)
     elif changed := differences(known, identity):
-        raise ValueError(
-            f"{directory} holds another sweep ({'; '.join(changed)}): choose another --sweep_dir"
-        )
+        raise ValueError(f"{directory} has another sweep ({'; '.join(changed)}): choose another --sweep_dir")
     return study
 
 
@@ -269,8 +267,8 @@ class LocalSweep:
         diverged = sum(row.status == DIVERGED for row in rows)
         if diverged and not any(row.status == "finished" for row in rows):
             raise ValueError(
-                f"no trial has finished: of {len(rows)} the model diverged in {diverged}: sweep over lower "
-                "rates"
+                f"no trial has finished: the model diverged in {diverged} of {len(rows)} trials: use "
+                "lower learning rates in the sweep"
             )
         return rows
 

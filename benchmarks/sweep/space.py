@@ -218,7 +218,8 @@ def read_sweep(name: str, program: str | None = None) -> tuple[Sweep, Tree, Path
         raise ValueError(f"{path}: {fault}") from None
     if asked not in (None, sweep.program_module):
         raise ValueError(
-            f"{path} is a sweep of {sweep.program_module}, and --program is {program}: choose one"
+            f"{path} is a sweep of {sweep.program_module}, but --program is {program}: leave --program "
+            "out, or choose another sweep"
         )
     return sweep, tree, path
 
@@ -233,15 +234,19 @@ def _check(sweep: Sweep) -> None:
     _module(sweep.program_module, "command")
     fixed = {word.removeprefix("--").split("=")[0] for word in sweep.command if word.startswith("--")}
     for key in fixed & sweep.parameters.keys():
-        raise ValueError(f"--{key} stands in command and in parameters: every trial would be the same")
+        raise ValueError(
+            f"--{key} is in command and in parameters, so every trial would be the same: remove it from "
+            "one of them"
+        )
     if sweep.metric is not None and sweep.metric.name.partition("/")[0] in ("tracked", "test"):
         raise ValueError(
-            f"metric.name is {sweep.metric.name}, which is of test: a sweep that ranks by it tunes on test; "
-            "choose a number of val, as val/accuracy (visual classification: --data.scored=val)"
+            f"metric.name is {sweep.metric.name}, a test score, but hyperparameters must not be chosen "
+            "on test: choose a score of val, such as val/accuracy (visual classification: "
+            "--data.scored=val)"
         )
     if sweep.metric is None and (sweep.method == "bayes" or sweep.early_terminate):
         raise ValueError(f"metric is missing: {sweep.method} and hyperband need its name and goal")
     if sweep.method == "grid":
         sweep.grid()
     elif sweep.run_cap is None:
-        raise ValueError(f"run_cap is missing: how many trials {sweep.method} makes")
+        raise ValueError(f"run_cap is missing: set it to the number of trials that {sweep.method} makes")

@@ -220,11 +220,11 @@ def check(config: Config) -> None:
     if not 0 < data.val_share < 1:
         raise ValueError(f"data.val_share is {data.val_share:g}: give a share above 0 and below 1")
     if data.scored == "test" and data.val_share != DataConfig.val_share:
-        raise ValueError("data.val_share has no effect while test is followed: set data.scored to val")
+        raise ValueError("data.val_share has no effect if data.scored is test: set data.scored to val")
     if data.scored == "test" and config.evaluation.best_by != "last":
         raise ValueError(
-            f"evaluation.best_by is {config.evaluation.best_by}, which would choose a model on test: set "
-            "data.scored to val, or evaluation.best_by to last"
+            f"evaluation.best_by is {config.evaluation.best_by}, which would choose a model by its test "
+            "score: set data.scored to val, or evaluation.best_by to last"
         )
 
 

@@ -74,14 +74,12 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         if not low <= getattr(options, name) <= high:
             raise ValueError(f"--{name} is {getattr(options, name)}: give a number from {low} to {high}")
     if options.seed < 0:
-        raise ValueError(f"--seed is {options.seed}: give a whole number from 0 on")
+        raise ValueError(f"--seed is {options.seed}: give a whole number of at least 0")
     if options.output is None:
         options.output = Path(options.file.with_suffix(".html").name)
     output, file = options.output, options.file
     if output.is_file() and (output.suffix.lower() not in PAGES or (file.exists() and output.samefile(file))):
-        raise ValueError(
-            f"--output {output} exists and is no page: give a new name, or one of a page (.html)"
-        )
+        raise ValueError(f"--output {output} exists and is not an HTML page: give a new file name")
     return options
 
 
@@ -188,7 +186,10 @@ def users_part(file: DataFile, options: argparse.Namespace, owners: Owners) -> t
         f"{shown_images:,} images, {used / 1e6:.1f} MB."
     )
     if full:
-        said += f" The page ends here, as it would be larger than {options.max_mb} MB: raise --max_mb."
+        said += (
+            f" The page ends here, because more images would make it larger than {options.max_mb} MB: "
+            "raise --max_mb."
+        )
     names = {
         name: {k: text for text, k in file.label_mapping(name).items()} for name in file.annotation_names
     }

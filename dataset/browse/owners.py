@@ -69,8 +69,13 @@ def owners_of(file: DataFile, split: str, partition: str | None) -> Owners:
     recipe = read_name(partition)
     if recipe is None or split != PARTITIONED:
         held = ", ".join(index.partitions) or "none"
-        drawn = " or a name such as lda-0.5-clients-10-seed-42" if split == PARTITIONED else ""
-        raise ValueError(f"--partition {partition}: {split} of {file.path} has {held}; choose one{drawn}")
+        drawn = (
+            "; you can also give a name such as lda-0.5-clients-10-seed-42" if split == PARTITIONED else ""
+        )
+        raise ValueError(
+            f"--partition {partition}: the split {split} of {file.path} has no such partition; it has "
+            f"{held}{drawn}"
+        )
     dealt = drawn_of(file, recipe, default_taxonomy(file))
     return Owners(dealt.user_ids, dealt.rows, dealt.offsets)
 

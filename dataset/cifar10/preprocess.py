@@ -63,9 +63,12 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     draws = any((arguments.dirichlet_total, arguments.dirichlet_per_class, "".join(kinds), arguments.alphas))
     for name in () if draws else ("seed", "clients", "images_per_client"):
         if getattr(arguments, name) != parser.get_default(name):
-            raise ValueError(f"--{name} is of our own partitions, and none is asked for: leave it out")
+            raise ValueError(
+                f"--{name} has an effect only when you ask for partitions to be drawn (--partition, "
+                "--dirichlet_total or --dirichlet_per_class): leave it out"
+            )
     if arguments.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", arguments.splits_sha256):
-        raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
+        raise ValueError("--splits_sha256 is not a SHA-256 checksum: give 64 hexadecimal digits")
     return arguments
 
 
@@ -76,7 +79,9 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     kinds = _drawn_kinds(arguments)
     local = folder if is_address(arguments.source) else Path(arguments.source)
     if local is not folder and not local.is_dir():
-        raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
+        raise ValueError(
+            f"--source {arguments.source} is neither an existing folder nor an address (http...)"
+        )
     asked: str = arguments.splits or (
         OFFICIAL if local is folder or not _has_splits(spec, local) else str(local)
     )
@@ -130,21 +135,27 @@ def _print_partitions(spec: Cifar, partitions: Mapping[str, PartitionIndex]) -> 
         print(f"partition {name}: {users}{clause and f'; {clause}'}", file=sys.stderr)
     if not partitions:
         options = "--dirichlet_total A or --dirichlet_per_class A"
-        print(f"the file has no partition, only one user: {options} adds one", file=sys.stderr)
+        print(
+            f"the file has no partition, so one user owns all images: {options} adds partitions",
+            file=sys.stderr,
+        )
 
 
 def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
     """The path of the CSVs, after a download if one is asked for; None if none are wanted."""
     if sha256 and not is_address(asked):
-        raise ValueError("--splits_sha256 is of what is downloaded: give --splits an address with it")
+        raise ValueError(
+            "--splits_sha256 is the checksum of a download: give --splits an address, or leave "
+            "--splits_sha256 out"
+        )
     if asked == NO_SPLITS:
         return None
     if asked != OFFICIAL and not is_address(asked):
         return _place(spec, Path(asked))
     if asked.startswith("http://") and not sha256:
         raise ValueError(
-            f"--splits {asked}: nothing vouches for what comes over http; give an https address, or the "
-            f"SHA-256 of {spec.splits_archive} with --splits_sha256"
+            f"--splits {asked}: files from http addresses cannot be trusted; give an https address, or "
+            f"the SHA-256 of {spec.splits_archive} with --splits_sha256"
         )
     url = below(SPLITS_BASE if asked == OFFICIAL else asked, spec.splits_archive)
     # The name holds the address, so an archive from another address is never used.
@@ -155,8 +166,8 @@ def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
         if asked != OFFICIAL:
             raise
         raise SourceError(
-            f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
-            "--dirichlet_total A for partitions of our own"
+            f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or draw partitions "
+            "instead, with --splits none --dirichlet_total A"
         ) from None
     return target
 
@@ -169,7 +180,8 @@ def _place(spec: Cifar, place: Path) -> Path:
     """The folder with the CSVs, or the zip archive in it."""
     if not place.exists():
         raise ValueError(
-            f"--splits {place} is none of official, none, a folder, a zip archive and an address (http...)"
+            f"--splits {place} does not exist: give official, none, a folder, a zip archive or an "
+            "address (http...)"
         )
     if place.is_dir() and not any(place.rglob("federated_train*.csv")):
         return next(iter(sorted(place.rglob(spec.splits_archive))), place)
@@ -180,8 +192,8 @@ def _drawn_kinds(arguments: argparse.Namespace) -> dict[str, Recipe]:
     """The partitions that the arguments ask to draw."""
     if arguments.alphas:
         print(
-            "--alphas is the old name of --dirichlet_total: alpha is the sum over the classes; "
-            "--dirichlet_per_class takes that of each class",
+            "--alphas is the old name of --dirichlet_total, whose alpha is the sum over all classes; "
+            "use --dirichlet_per_class to give the alpha of each class",
             file=sys.stderr,
         )
     parts = [part.strip() for part in arguments.partition.split(",")]

@@ -144,15 +144,15 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
         splits = _of_binary(spec, loose, str(folder))
     else:
         raise ValueError(
-            f"--source {folder} holds neither *.parquet nor {spec.archive} (the version for Python holds "
-            "pickles and is not read)"
+            f"--source {folder} has neither *.parquet files nor {spec.archive}: give a folder that has "
+            "them (the archive of the Python version contains pickle files, which are not read)"
         )
     for name, images in splits.items():
         bad = np.flatnonzero((images.classes < 0) | (images.classes >= spec.num_classes))
         if len(bad):
             raise ValueError(
-                f"image {bad[0]} of {name} in {folder} has class {images.classes[bad[0]]}, but there are "
-                f"{spec.num_classes}; is this {spec.name}?"
+                f"image {bad[0]} of {name} in {folder} has class {images.classes[bad[0]]}, but {spec.name} "
+                f"has the classes 0 to {spec.num_classes - 1}; check that --source is {spec.name}"
             )
     if not spec.planes_as_rows:
         return splits
@@ -184,11 +184,12 @@ def _of_binary(spec: Cifar, contents: Mapping[str, bytes], origin: str) -> dict[
         parts = []
         for member in members:
             if member not in contents:
-                raise ValueError(f"{origin} lacks {member}; download {spec.archive} again")
+                raise ValueError(f"{origin} has no file {member}; download {spec.archive} again")
             raw, width = np.frombuffer(contents[member], np.uint8), PIXELS + spec.label_bytes
             if not len(raw) or len(raw) % width:
                 raise ValueError(
-                    f"{origin}: {member} has {len(raw):,} bytes, no multiple of {width}; download it again"
+                    f"{origin}: {member} has {len(raw):,} bytes, which is not a multiple of {width}; "
+                    "download it again"
                 )
             parts.append(raw.reshape(-1, width))
         rows = np.concatenate(parts)
@@ -202,7 +203,10 @@ def _of_parquet(spec: Cifar, paths: Sequence[Path], folder: Path) -> Images:
     pixels: list[ByteArray] = []
     classes: list[int] = []
     if not paths:
-        raise ValueError(f"--source {folder} holds parquet, but none of it is train-* and test-*")
+        raise ValueError(
+            f"--source {folder} has *.parquet files, but the names of the files must begin with train "
+            "and test"
+        )
     for path in paths:
         for batch in batches(path, ["img", spec.label_column]):
             with readable(path):
@@ -211,7 +215,7 @@ def _of_parquet(spec: Cifar, paths: Sequence[Path], folder: Path) -> Images:
                 for row in batch.column("img").to_pylist():
                     pixels.append(_lossless(row["bytes"], path, len(pixels)))
     if not pixels:
-        raise ValueError(f"{paths[0]} holds no image; download it again")
+        raise ValueError(f"{paths[0]} has no image; download it again")
     return Images(np.stack(pixels), np.array(classes, np.int64))
 
 
@@ -219,7 +223,7 @@ def _lossless(content: bytes, path: Path, row: int) -> ByteArray:
     """The pixels of a PNG, or of a WebP that says it is lossless (a chunk VP8L, RFC 9649)."""
     try:
         if content[8:12] == b"WEBP" and content[12:16] != b"VP8L":
-            raise ValueError("it is a lossy WebP")
+            raise ValueError("it is a lossy WebP file")
         with Picture.open(io.BytesIO(content), formats=["PNG", "WEBP"]) as image:
             if image.size != (SIDE, SIDE):
                 raise ValueError(f"it has {image.size[0]} x {image.size[1]} pixels, not {SIDE} x {SIDE}")
@@ -241,7 +245,8 @@ def csv_partitions(
     """
     if place.name == spec.old_splits:
         raise ValueError(
-            f"{place} is version 1.0 of the splits, whose image ids are wrong; take {spec.splits_archive}"
+            f"{place} is version 1.0 of the splits, which has wrong image ids; use {spec.splits_archive} "
+            "instead"
         )
     row_of = {str(row): row for row in range(len(classes))}
     partitions: dict[str, PartitionIndex] = {}
@@ -255,7 +260,8 @@ def csv_partitions(
             digests[part] = rows_digest(listing, part)
     if not partitions:
         raise ValueError(
-            f"--splits {place} holds no federated_train*.csv; give the folder or {spec.splits_archive}"
+            f"--splits {place} has no federated_train*.csv: give the folder that has them, or "
+            f"{spec.splits_archive}"
         )
     return partitions, digests
 
@@ -269,7 +275,7 @@ def check_official(spec: Cifar, archive: Path, digests: Mapping[str, str]) -> No
         if digests.get(name) != expected:
             archive.unlink(missing_ok=True)
             raise SourceError(
-                f"{spec.splits_archive} arrived damaged, or is not the official one: the rows of {name} "
-                f"have the SHA-256 {digests.get(name, 'of no row')}, not {expected}; run the command again, "
-                "or give a copy that you trust with --splits DIR"
+                f"{spec.splits_archive} was damaged in the download, or is not the official file: the "
+                f"rows of {name} have the SHA-256 {digests.get(name, 'of no row')}, not {expected}; run "
+                "the command again, or give a copy that you trust with --splits DIR"
             )

@@ -107,7 +107,7 @@ def _folder(arguments: argparse.Namespace) -> Found:
     if arguments.labels is None:
         for name in ("path", "client", "label", "split", "fine"):
             if getattr(arguments, f"{name}_column") is not None:
-                raise ValueError(f"--{name}_column is for --labels: leave it out, or give the CSV")
+                raise ValueError(f"--{name}_column needs --labels: add --labels FILE, or leave it out")
         return folder.walked(images, names)
     table = input_file("--labels", arguments.labels)
     header = header_of(table)
@@ -132,7 +132,7 @@ def _folder(arguments: argparse.Namespace) -> Found:
     ):
         which = ", ".join(f"--{key}_column" for key, name in asked.items() if name in lacking)
         has = ", ".join(map(shown, header))[:200]
-        raise ValueError(f"{table} has no column {lacking[0]!r}; it has {has}: say which it is by {which}")
+        raise ValueError(f"{table} has no column {lacking[0]!r}; it has {has}: give its name with {which}")
     if unread := folder.unread_columns(table, columns):
         print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
     if columns.fine:
@@ -140,8 +140,8 @@ def _folder(arguments: argparse.Namespace) -> Found:
     found = folder.listed(images, [(table, None)], columns, names)
     if not several and (many := [name for name in names["labels"].vocabulary() if SEVERAL in name]):
         print(
-            f"{len(many):,} names of classes have a semicolon, such as {many[0]!r}: are these several labels "
-            "of an image? Then give --several",
+            f"{len(many):,} class names contain a semicolon, such as {many[0]!r}: if each of them lists "
+            "several labels of an image, add --several",
             file=sys.stderr,
         )
     return found
@@ -278,7 +278,7 @@ def _dealing(arguments: argparse.Namespace, has_splits: bool, clients: bool) -> 
     """
     keep = has_splits if arguments.splits is None else arguments.splits == "given"
     if keep and not has_splits:
-        raise ValueError("--splits is given, and the source has none: leave it out, or choose deal")
+        raise ValueError("--splits given: the source has no splits; leave it out, or give --splits deal")
     default = 0.0 if keep else SHARE
     shares = {
         name: default if (share := getattr(arguments, f"{name}_share")) is None else share for name in OTHERS
@@ -287,7 +287,7 @@ def _dealing(arguments: argparse.Namespace, has_splits: bool, clients: bool) -> 
         for name in ("split_by", "seed"):
             if getattr(arguments, name) is not None:
                 raise ValueError(
-                    f"--{name} has no effect, as nothing is dealt: give a share, or --splits deal"
+                    f"--{name} has no effect: the source's splits are kept; give a share, or --splits deal"
                 )
     seed = 0 if arguments.seed is None else arguments.seed
     return Dealing(keep, arguments.split_by or ("users" if clients else "images"), shares, seed)
@@ -306,11 +306,11 @@ def _storage(arguments: argparse.Namespace, side: int | None) -> tuple[str, int 
     given = "image_size" in arguments  # its value may be None: own
     if side is not None:
         if arguments.storage == "jpeg":
-            raise ValueError("--storage jpeg is for image files, and this source has pixels: leave it out")
+            raise ValueError("--storage jpeg is for image files, but this source has arrays: leave it out")
         return "raw", arguments.image_size if given else (side or None)
     storage = arguments.storage or "jpeg"
     if storage == "jpeg" and given:
-        raise ValueError("--image_size is for --storage raw: leave it out, or choose raw")
+        raise ValueError("--image_size needs --storage raw: add --storage raw, or leave it out")
     return storage, arguments.image_size if given else SIDE
 
 
@@ -325,7 +325,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.classes is not None:
         input_file("--classes", arguments.classes)
     if output.exists() and isinstance(arguments.source, Path) and output.samefile(arguments.source):
-        raise ValueError(f"--output_file {output} is the source: give it another name")
+        raise ValueError(f"--output_file {output} is the source file: choose another file name")
     found = FORMATS[arguments.format][0](arguments)
     if found.files and arguments.splits != "deal":
         say_splits(arguments.source, found.files)
@@ -333,8 +333,8 @@ def main(argv: Sequence[str]) -> None:
     if found.empty_users and arguments.on_empty_user == "fail":
         count, first = len(found.empty_users), found.empty_users[0]
         raise ValueError(
-            f"{count} user{'s have' if count > 1 else ' has'} no image, {first} among them: remove "
-            "such users, or leave them out with --on_empty_user skip"
+            f"{count} user{'s have' if count > 1 else ' has'} no image, for example {first}: remove "
+            "such users from the source, or leave them out with --on_empty_user skip"
         )
     has_splits = any(part.table["partition"].null_count < len(part.table) for part in found.parts)
     place = arguments.images if getattr(arguments, "images", None) else arguments.source
@@ -378,18 +378,21 @@ def _say(output: Path, clients: bool) -> None:
     place = shlex.quote(str(output))
     if not clients:
         drawn = "iid-clients-10-seed-0" if several else "lda-1-clients-10-seed-0"
-        see = "" if several else f"; see it by python -m dataset.partitions {place} --partition {drawn}"
+        see = "" if several else f"; to see it: python -m dataset.partitions {place} --partition {drawn}"
         print(
-            "the source names no clients, so that one user owns each split: train by --data.partition "
-            f"{drawn} --federated.cohort_size 10{see}",
+            "the source names no clients, so one user owns all images of a split: to train, give "
+            f"--data.partition {drawn} --federated.cohort_size 10{see}",
             file=sys.stderr,
         )
     if missing:
-        print(f"training needs {missing[0]}: convert with --{missing[0]}_share {SHARE}", file=sys.stderr)
+        print(
+            f"training needs {missing[0]}: repeat with --{missing[0]}_share {SHARE} --overwrite",
+            file=sys.stderr,
+        )
     if missing or not clients:
         return
     options = f"--scale {scale}" + (f" --federated.cohort_size {users}" if users < cohort else "")
-    print(f"train on it: {training_command(target, installed, output, options)}", file=sys.stderr)
+    print(f"to train on it: {training_command(target, installed, output, options)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

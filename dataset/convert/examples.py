@@ -26,7 +26,7 @@ def parse(data: bytes, where: str) -> dict[str, npt.NDArray[Any]]:
     try:
         return dict(_features(data))
     except (ValueError, IndexError, OverflowError) as fault:
-        raise ValueError(f"{where} is no serialised tf.train.Example ({fault})") from None
+        raise ValueError(f"{where} is not a serialised tf.train.Example ({fault})") from None
 
 
 def _features(data: bytes) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -56,12 +56,12 @@ def _integers(packed: bytes) -> npt.NDArray[np.uint64]:
     if not len(data):
         return np.empty(0, np.uint64)
     if data[-1] > 127:
-        raise ValueError("an integer is cut off")
+        raise ValueError("a number is cut off")
     ends = np.flatnonzero(data < 128)
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
     if lengths.max() > 10:
-        raise ValueError("an integer has more than ten bytes")
+        raise ValueError("a number has more than ten bytes")
     place = np.arange(len(data)) - np.repeat(starts, lengths)
     return np.add.reduceat((data & 127).astype(np.uint64) << (7 * place).astype(np.uint64), starts)
 
@@ -86,7 +86,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         else:
             length = {_EIGHT: 8, _FOUR: 4}.get(kind, -1)
         if length < 0 or at + length > len(data):
-            raise ValueError(f"a field of kind {kind} is cut off, or there is no such kind")
+            raise ValueError(f"a field of type {kind} is cut off, or this type does not exist")
         yield key >> 3, data[at : at + length]
         at += length
 
@@ -100,4 +100,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value & (1 << 64) - 1, at
-    raise ValueError("an integer has more than ten bytes")
+    raise ValueError("a number has more than ten bytes")

@@ -28,7 +28,7 @@ class Folder:
 
     def __init__(self, option: str, root: Path) -> None:
         if not root.is_dir():
-            raise ValueError(f"{option} {root} is no folder")
+            raise ValueError(f"{option} {root} is not a folder")
         self.option, self.root = option, root
         self._real = os.path.realpath(root)
         self._real_folder = lru_cache(1 << 12)(os.path.realpath)
@@ -41,7 +41,9 @@ class Folder:
         """
         path = PurePosixPath(name)
         if not name or path.is_absolute() or ".." in path.parts or "\0" in name or path == PurePosixPath():
-            raise ValueError(f"{where} has the path {shown(name)}, which is not one below {self.option}")
+            raise ValueError(
+                f"{where} has the path {shown(name)}, which is not a path inside the folder of {self.option}"
+            )
         return path
 
     def size(self, path: PurePosixPath, where: str) -> tuple[int, int]:
@@ -62,11 +64,16 @@ class Folder:
         except OSError as error:
             raise ValueError(f"{where}: {path} cannot be read: {error.strerror}") from None
         if os.path.commonpath([self._real, real]) != self._real:
-            raise ValueError(f"{where}: {path} leads out of {self.option} {self.root} by a link")
+            raise ValueError(
+                f"{where}: {path} is a link to a place outside {self.option} {self.root}: copy the file "
+                "into the folder"
+            )
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{where}: {path} is no file")
+            raise ValueError(f"{where}: {path} is not a file")
         if found.st_size > MAX_IMAGE_BYTES:
-            raise ValueError(f"{where}: {path} has {found.st_size:,} bytes, more than {MAX_IMAGE_BYTES:,}")
+            raise ValueError(
+                f"{where}: {path} has {found.st_size:,} bytes; an image may have at most {MAX_IMAGE_BYTES:,}"
+            )
         return found.st_size, found.st_mtime_ns
 
 

@@ -127,8 +127,8 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
     if called and len(called) < len(tops):
         other = next(path for path in tops if path.name not in SPLIT_NAMES)
         raise ValueError(
-            f"{folder.root / other}: beside {called[0].name} there are splits alone "
-            f"({', '.join(SPLIT_NAMES)}): rename or move one of them"
+            f"{folder.root / other}: {called[0].name} beside it is a split, so all folders here must be "
+            f"splits ({', '.join(SPLIT_NAMES)}): rename or move one of them"
         )
     _refuse_images(folder, PurePosixPath())
     kinds = _kinds(False, "")
@@ -170,7 +170,10 @@ def _walk_class(folder: Folder, label: PurePosixPath, client: str, split: str | 
     for file in _inside(folder, label):
         where = str(folder.root / file)
         if _is_folder(folder, file):
-            raise ValueError(f"{where} is a folder: images lie in client/class/, or all in class/, no deeper")
+            raise ValueError(
+                f"{where} is a folder, but images must be in client/class/, or all in class/, not in "
+                "deeper folders"
+            )
         rows.put(where, client, str(file), split, [label.name])
         count += 1
     return count
@@ -201,7 +204,8 @@ def _refuse_images(folder: Folder, path: PurePosixPath) -> None:
     for file in _inside(folder, path):
         if file.suffix.lower() in IMAGE_SUFFIXES and not _is_folder(folder, file):
             raise ValueError(
-                f"{folder.root / file} lies too high: images lie in client/class/, or all in class/"
+                f"{folder.root / file} is not in the folder of a class: images must be in "
+                "client/class/, or all in class/"
             )
 
 
@@ -224,13 +228,13 @@ def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
         tables = [(place / f"{name}.csv", split) for name, split in SPLIT_NAMES.items()]
         tables = [(path, split) for path, split in tables if path.is_file()]
         if not tables:
-            raise ValueError(f"--labels {place} holds none of train.csv, val.csv and test.csv")
+            raise ValueError(f"--labels {place} has none of the files train.csv, val.csv and test.csv")
     headers = [header_of(path) for path, _ in tables]
     for (path, _), header in zip(tables, headers):
         if len(header) < 3 or header != headers[0]:
             raise ValueError(
-                f"{path} has the columns {', '.join(map(shown, header))[:200]}; each CSV needs the same "
-                "ones, of a client, a path and a label at least"
+                f"{path} has the columns {', '.join(map(shown, header))[:200]}; all CSV files need the "
+                "same columns, at least a client, a path and a label"
             )
     client, column, *between, label = headers[0]
     if given is None and between:

@@ -92,11 +92,14 @@ def files_of(place: Path, by_name: bool = True) -> list[_File]:
     if place.is_file():
         return [_File(place, place.stem, None)]
     if not place.is_dir():
-        raise ValueError(f"--source {place} is neither a folder nor a file")
+        raise ValueError(f"--source {place} does not exist: give a folder or a file")
     if (place / "dataset_dict.json").is_file():
         splits = _json(place / "dataset_dict.json").get("splits")
         if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
-            raise ValueError(f"{place / 'dataset_dict.json'} has no list of splits")
+            raise ValueError(
+                f"{place / 'dataset_dict.json'} has no list of splits: save the data set again with "
+                "save_to_disk"
+            )
         return [
             file
             for name in splits
@@ -109,7 +112,9 @@ def files_of(place: Path, by_name: bool = True) -> list[_File]:
         path for path in found if not any(part.startswith(".") for part in path.relative_to(place).parts)
     ]
     if not found:
-        raise ValueError(f"--source {place} holds neither *.parquet nor what save_to_disk writes")
+        raise ValueError(
+            f"--source {place} has neither *.parquet files nor the files that save_to_disk writes"
+        )
     splits = split_by_names(place, found) if by_name else [None] * len(found)
     names = [path.relative_to(place).with_suffix("").as_posix() for path in found]
     return [_File(*file) for file in zip(found, names, splits)]
@@ -121,16 +126,18 @@ def _json(path: Path) -> Mapping[str, Any]:
             raise ValueError("it is too large")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON of save_to_disk ({error})") from None
+        raise ValueError(f"{path} is not a JSON file of save_to_disk ({error})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON of save_to_disk")
+        raise ValueError(f"{path} is not a JSON file of save_to_disk")
     return content
 
 
 def _plain(name: object, place: Path) -> str:
     """A name of a file or folder, checked to be no path that leads elsewhere."""
     if not isinstance(name, str) or not name or Path(name).name != name:
-        raise ValueError(f"{place} names the file {shown(name)}, which is none in its folder")
+        raise ValueError(
+            f"{place} names the file {shown(name)}, which is not the name of a file in its folder"
+        )
     return name
 
 
@@ -139,9 +146,14 @@ def _saved(folder: Path, split: str | None) -> list[_File]:
     state = _json(folder / "state.json")
     entries = state.get("_data_files")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{folder / 'state.json'} has no list of _data_files")
+        raise ValueError(
+            f"{folder / 'state.json'} has no list _data_files: save the data set again with save_to_disk"
+        )
     if state.get("_indices_data_files"):
-        raise ValueError(f"{folder} has an index of its rows: call flatten_indices() before save_to_disk")
+        raise ValueError(
+            f"{folder} stores an index of its rows, which is not read: call flatten_indices() before "
+            "save_to_disk"
+        )
     paths = [folder / _plain(entry.get("filename"), folder / "state.json") for entry in entries]
     stem = f"{split}/" if split else ""
     return [_File(path, f"{stem}{path.stem}", split) for path in paths]
@@ -183,15 +195,16 @@ def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
         for file, form in zip(files, forms):
             if (form.several, form.numbers) != (forms[0].several, forms[0].numbers):
                 names_too = form.several == forms[0].several and column == columns.label
+                more = ", or give the class names with --classes" if names_too else ""
                 raise ValueError(
-                    f"{file.path} has {form} in the column {column!r}, {files[0].path} {forms[0]}: give all "
-                    f"files one form{', or the names by --classes' if names_too else ''}"
+                    f"{file.path} has {form} in the column {column!r}, but {files[0].path} has "
+                    f"{forms[0]}: use the same form in all files{more}"
                 )
         if len({form.renamed for form in forms} - {None}) > 1:
             place = next(file.path for file, form in zip(files, forms) if form.renamed)
             raise ValueError(
-                f"{place} names classes in the column {column!r} that --classes lacks, which has those of "
-                "other files: add them"
+                f"{place} has class names in the column {column!r} that are missing in --classes, "
+                "although --classes has all names of other files: add them to --classes"
             )
         kinds[annotation] = "label set" if forms[0].several else "class"
         known = [*dict.fromkeys(name for form in forms for name in form.names)]
@@ -227,7 +240,7 @@ def _form_of(file: _File, column: str, given: Sequence[str] | None) -> _Form:
     schema = file.schema()
     if column not in schema.names:
         has = ", ".join(map(shown, schema.names))[:200]
-        raise ValueError(f"{file.path} has no column {column!r}; it has {has}")
+        raise ValueError(f"{file.path} has no column {column!r}; its columns are {has}")
     kind = schema.field(column).type
     several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not pa.types.is_integer(kind.value_type if several else kind):
@@ -277,21 +290,21 @@ def _id(value: object, what: str, where: str) -> str:
         try:
             value = value.decode()
         except UnicodeDecodeError:
-            raise ValueError(f"{where} has the {what} {shown(value)}, which is not UTF-8 text") from None
+            raise ValueError(f"{where}: the {what} {shown(value)} is not UTF-8 text") from None
     if value is None:
-        raise ValueError(f"{where} has no {what}")
+        raise ValueError(f"{where} has no {what}: fill it in, or remove the row")
     return checked_text(value, what, where)
 
 
 def _labels(value: Any, column: str, where: str, own: Names | None) -> Any:
     """A label, or a list of labels; by its name, where the file names its numbers."""
     if value is None or (isinstance(value, list) and None in value):
-        raise ValueError(f"{where} has no value in the column {column!r}")
+        raise ValueError(f"{where} has no value in the column {column!r}: fill it in, or remove the row")
     if not isinstance(value, list):
         return own.name(value, where) if own else value
     if len(set(map(str, value))) < len(value) and all(one in (0, 1) for one in value):
         raise ValueError(
-            f"{where} has a number twice in the column {column!r}, {shown(value)}: list each class of an "
-            "image once (of a vector of 0 and 1 the places of its ones)"
+            f"{where} has the same number twice in the column {column!r}, {shown(value)}: list each "
+            "class of an image once (for a vector of 0 and 1, list the positions of its ones)"
         )
     return [own.name(one, where) for one in value] if own else value

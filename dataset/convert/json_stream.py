@@ -43,7 +43,7 @@ def members(path: Path, inside: str) -> Iterator[tuple[str | None, str, Any]]:
                 else:
                     yield None, name, text.value()
             if text.peek():
-                text.fail("there is text after its object")
+                text.fail("there is text after the JSON object")
         except UnicodeDecodeError:
             raise ValueError(f"{path} is not UTF-8 text") from None
 
@@ -58,11 +58,12 @@ class _Text:
 
     def fail(self, what: str) -> NoReturn:
         raise ValueError(
-            f"{self._path}: {what}, near character {self._before + self._at:,}: it is no JSON of LEAF's"
+            f"{self._path}: {what}, near character {self._before + self._at:,}: it is not a JSON file "
+            "in the format of LEAF"
         )
 
     def _refuse_constant(self, name: str) -> NoReturn:
-        raise ValueError(f"{name} is no number of JSON's")
+        raise ValueError(f"{name} is not a number in JSON")
 
     def _more(self) -> bool:
         """Read more text; False at the end of the file."""
@@ -86,7 +87,7 @@ class _Text:
         """Take the next character, which must be one of ``wanted``."""
         found = self.peek()
         if not found or found not in wanted:
-            self.fail(f"it has {found or 'its end'!r} in the place of {' or '.join(wanted)}")
+            self.fail(f"it has {found or 'its end'!r} where {' or '.join(wanted)} is expected")
         self._at += 1
         return found
 

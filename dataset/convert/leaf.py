@@ -37,7 +37,7 @@ def json_files(source: Path) -> list[tuple[Path, str | None]]:
     if source.is_file():
         return [(source, None)]
     if not source.is_dir():
-        raise ValueError(f"--source {source} is neither a folder nor a file")
+        raise ValueError(f"--source {source} does not exist: give a folder or a file")
     split = [
         (path, SPLIT_NAMES[folder])
         for folder in SPLIT_NAMES
@@ -47,7 +47,9 @@ def json_files(source: Path) -> list[tuple[Path, str | None]]:
         return [*split]
     paths = sorted(source.glob("*.json"))
     if not paths:
-        raise ValueError(f"--source {source} holds no *.json, nor do train/ and test/ in it")
+        raise ValueError(
+            f"--source {source} has no *.json files, and its folders train/ and test/ have none either"
+        )
     return [*zip(paths, split_by_names(source, paths))]
 
 
@@ -77,7 +79,8 @@ def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
             for user, count in reading.users():
                 if (split, user) in seen:
                     raise ValueError(
-                        f"{path}: user {shown(user)} has data in an earlier file of this split, too"
+                        f"{path}: user {shown(user)} also has data in an earlier file of this split: "
+                        "keep only one of them"
                     )
                 seen.add((split, user))
                 empty += [] if count else [user]
@@ -118,39 +121,49 @@ class _Reading:
         for user, count in counts.items():
             if user in listed and listed[user] != count:
                 raise ValueError(
-                    f"{self.path}: user {shown(user)} has {count} samples, but {listed[user]} by num_samples"
+                    f"{self.path}: user {shown(user)} has {count} samples, but num_samples says "
+                    f"{listed[user]}: correct one of the two"
                 )
             if user not in listed and count:
-                raise ValueError(f"{self.path}: user {shown(user)} has samples and is not one of users")
+                raise ValueError(
+                    f"{self.path}: user {shown(user)} has samples but is not in the list users: add it there"
+                )
         for user in listed:
             if user not in counts:
-                raise ValueError(f"{self.path}: {DATA} has nothing of user {shown(user)}")
+                raise ValueError(
+                    f"{self.path}: user {shown(user)} is in the list users but not in {DATA}: remove it "
+                    "from the list"
+                )
             yield user, counts[user]
 
     def _listed(self, top: Mapping[str, Any]) -> dict[str, int]:
         users, numbers = top.get("users"), top.get("num_samples")
         if not isinstance(users, list) or not isinstance(numbers, list) or len(users) != len(numbers):
             raise ValueError(
-                f"{self.path} needs users and num_samples, two lists of one length: is it LEAF's?"
+                f"{self.path} needs users and num_samples, two lists of the same length, as in the "
+                "format of LEAF"
             )
         if not all(isinstance(user, str) for user in users) or len(set(users)) < len(users):
-            raise ValueError(f"{self.path}: users has a user twice, or one that is no text")
+            raise ValueError(f"{self.path}: the list users has a user twice, or a user that is not text")
         return dict(zip(users, numbers))
 
     def _put(self, user: str, value: Any) -> int:
         """The samples of one user."""
         x, y = (value.get("x"), value.get("y")) if isinstance(value, dict) else (None, None)
         if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y):
-            raise ValueError(f"{self.path}: user {shown(user)} needs x and y, two lists of one length")
+            raise ValueError(f"{self.path}: user {shown(user)} needs x and y, two lists of the same length")
         for number, (image, label) in enumerate(zip(x, y)):
             where = f"{self.path}, user {shown(user)}, sample {number}"
             if isinstance(self.rows, FileRows):
                 if not isinstance(image, str):
-                    raise ValueError(f"{where} holds pixels, no file name: leave --images out")
+                    raise ValueError(f"{where} has pixels, not a file name: leave --images out")
                 self.rows.put(where, user, image, self.split, [label])
                 continue
             if isinstance(image, str):
-                raise ValueError(f"{where} is {shown(image)}: give the folder of such files with --images")
+                raise ValueError(
+                    f"{where} is {shown(image)}: if this is a file name, give the folder of the files "
+                    "with --images"
+                )
             array = array_of(image, where)
             self.shapes.add(shape_of(array.shape, where))
             self.scale.note(array, where)

@@ -95,7 +95,7 @@ def _members(path: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(path) as archive:
             yield archive
     except DAMAGE as fault:
-        raise ValueError(f"{path} is no whole .npz file ({fault})") from None
+        raise ValueError(f"{path} is not a complete .npz file ({fault}): copy or download it again") from None
 
 
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -104,11 +104,14 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]
         shape, by_columns, dtype = HEADERS[npy.read_magic(file)](file)
     except WRONG_HEADER as fault:
         why = " ".join(str(fault).split())[:100]
-        raise ValueError(f"{where} is no array of numpy ({why})") from None
+        raise ValueError(f"{where} is not a numpy array ({why})") from None
     if dtype.hasobject or not dtype.itemsize:
-        raise ValueError(f"{where} holds {dtype}, and no numbers or text: nothing is unpickled here")
+        raise ValueError(
+            f"{where} has the type {dtype}, not numbers or text, and Python objects are not read: save "
+            "it as an array of numbers"
+        )
     if by_columns and len(shape) > 1:
-        raise ValueError(f"{where} is in Fortran's order: save numpy.ascontiguousarray of it")
+        raise ValueError(f"{where} is stored in Fortran order: save numpy.ascontiguousarray(...) of it")
     return shape, dtype
 
 
@@ -133,12 +136,13 @@ def splits_of(path: Path) -> list[Split]:
                 content = archive.getinfo(member).file_size - file.tell()
             if content != math.prod(array.shape) * array.dtype.itemsize:
                 raise ValueError(
-                    f"{array.where} is damaged: {content:,} bytes are no array of shape {array.shape}"
+                    f"{array.where} is damaged: {content:,} bytes do not fit an array of shape {array.shape}"
                 )
             split = found.setdefault(of[0] if of else None, Split(of[0] if of else None))
             if held[0] in split.arrays:
                 raise ValueError(
-                    f"{array.where} is a second array of {held[0]}, after {split.arrays[held[0]].name}"
+                    f"{array.where} and {split.arrays[held[0]].name} are both read as {held[0]} of the "
+                    "same split: rename or remove one"
                 )
             split.arrays[held[0]] = array
     if unread:
@@ -146,16 +150,18 @@ def splits_of(path: Path) -> list[Split]:
     splits = [split for split in found.values() if "images" in split.arrays]
     if not splits:
         raise ValueError(
-            f"{path} has no array of images: it needs such names as train_images and train_labels, or "
-            "x_train and y_train"
+            f"{path} has no array of images: name the arrays, for example, train_images and "
+            "train_labels, or x_train and y_train"
         )
     if None in found and len(found) > 1:
         first = next(iter(found[None].arrays.values()))
-        raise ValueError(f"{first.where}: some arrays name their split, and this one does not")
+        raise ValueError(
+            f"{first.where} has no split (train, val, test) in its name, but other arrays have one: rename it"
+        )
     for split in found.values():
         if "images" not in split.arrays:
             alone = next(iter(split.arrays.values()))
-            raise ValueError(f"{alone.where} has no array of images beside it")
+            raise ValueError(f"{alone.where} has no array of images for it: add one, or remove this array")
     for split in splits:
         _check(split, splits[0])
     return splits
@@ -166,31 +172,39 @@ def _check(split: Split, first: Split) -> None:
     images, labels, clients = (split.arrays.get(held) for held in ("images", "labels", "clients"))
     assert images is not None
     if labels is None:
-        raise ValueError(f"{images.where} has no array of labels beside it")
+        raise ValueError(f"{images.where} has no array of labels for it: add one")
     if images.dtype.kind not in "uif" or len(images.shape) < 2:
-        raise ValueError(f"{images.where} holds {images.dtype} of shape {images.shape}, no images")
+        raise ValueError(
+            f"{images.where} has the type {images.dtype} and the shape {images.shape}, which are not "
+            "images: save numbers of the shape [N, H, W] or [N, H, W, 3]"
+        )
     if labels.dtype.kind not in "ui" or len(labels.shape) not in (1, 2) or not split.columns:
         raise ValueError(
-            f"{labels.where} holds {labels.dtype} of shape {labels.shape}: class numbers are whole numbers, "
-            "one for each image, and several labels of an image are columns of 0 and 1"
+            f"{labels.where} has the type {labels.dtype} and the shape {labels.shape}: give one whole "
+            "number for each image (its class), or for several labels of an image one column of 0 and "
+            "1 for each class"
         )
     if split.columns >= MAX_CLASSES:
         raise ValueError(f"{labels.where} has {split.columns:,} columns; give at most {MAX_CLASSES - 1:,}")
     if split.columns != first.columns:
         raise ValueError(
-            f"{labels.where} has {split.columns} columns, and {first.arrays['labels'].name} others"
+            f"{labels.where} has {split.columns} columns, but {first.arrays['labels'].name} has "
+            f"{first.columns}: use the same columns in all splits"
         )
     if (clients is None) != ("clients" not in first.arrays):
-        raise ValueError(f"{images.where}: one split has an array of clients, and another has none")
+        raise ValueError(
+            f"{images.where}: one split has an array of clients, but another has none: add it, or remove it"
+        )
     if clients is not None and (clients.dtype.kind not in "uiU" or len(clients.shape) != 1):
         raise ValueError(
-            f"{clients.where} holds {clients.dtype} of shape {clients.shape}, no list of names or "
-            "whole numbers"
+            f"{clients.where} has the type {clients.dtype} and the shape {clients.shape}: give a list "
+            "of names or whole numbers"
         )
     for array in split.arrays.values():
         if array.shape[0] != images.shape[0]:
             raise ValueError(
-                f"{array.where} has {array.shape[0]:,} rows, and {images.name} {images.shape[0]:,}"
+                f"{array.where} has {array.shape[0]:,} rows, but {images.name} has {images.shape[0]:,}: "
+                "they must have the same number of rows"
             )
 
 
@@ -212,7 +226,10 @@ def read(path: Path, given: list[str] | None) -> Found:
         given = [str(number) for number in range(columns)] if given is None else given
         if len(given) != columns:
             where = splits[0].arrays["labels"].where
-            raise ValueError(f"--classes has {len(given)} names, and {where} {columns} columns")
+            raise ValueError(
+                f"--classes has {len(given)} names, but {where} has {columns} columns: give one name "
+                "for each column"
+            )
     names, scale = {"labels": Names(given, numbered=True)}, Scale()
     parts, shapes, size = [], set[tuple[int, int, int]](), 0
     for split in splits:
@@ -229,8 +246,8 @@ def read(path: Path, given: list[str] | None) -> Found:
         scale.check(path)
     if kind == "label set" and _one_each(parts):
         raise ValueError(
-            f"{splits[0].arrays['labels'].where}: each image has exactly one label, as a column of 0 and 1: "
-            "save numpy.argmax of them along axis 1, which are class numbers"
+            f"{splits[0].arrays['labels'].where}: each image has exactly one label, given as columns of "
+            "0 and 1: save class numbers instead, by numpy.argmax(labels, axis=1)"
         )
     return Found(
         parts, {"labels": kind}, names, size, common_side(shapes), clients="clients" in splits[0].arrays
@@ -244,7 +261,10 @@ def _rows(split: Split, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -
     for number, (label, client) in enumerate(zip(_each(labels), whose)):
         where, value = f"{labels.where}, row {number}", np.ravel(label)
         if kinds["labels"] == "label set" and not np.isin(value, (0, 1)).all():
-            raise ValueError(f"{where} has other numbers than 0 and 1: several labels are columns of these")
+            raise ValueError(
+                f"{where} has numbers other than 0 and 1: for several labels of an image, give columns "
+                "of 0 and 1"
+            )
         found = int(value[0]) if kinds["labels"] == "class" else np.flatnonzero(value).tolist()
         name = f"{split.name}/{number}" if split.name else str(number)
         rows.add(where, client, name, split.name, [found])

@@ -33,8 +33,8 @@ def shape_of(shape: tuple[int, ...], where: str) -> tuple[int, int, int]:
         found = (*shape, 1)
     if len(found) != 3 or found[2] not in (1, 3) or not 0 < found[0] * found[1] <= MAX_PIXELS:
         raise ValueError(
-            f"{where} has {' x '.join(map(str, shape)) or 'no'} numbers, which are no image of one or "
-            "three channels"
+            f"{where} has the shape {' x '.join(map(str, shape)) or '()'}, which is not an image with "
+            "one or three channels"
         )
     return found[0], found[1], found[2]
 
@@ -51,7 +51,7 @@ def array_of(value: Any, where: str) -> npt.NDArray[Any]:
         array = np.empty(0, object)
     if array.dtype.kind not in "iuf" or not array.size:
         raise ValueError(
-            f"{where} is no image: it holds other things than numbers, or rows of unequal length"
+            f"{where} is not an image: it has values that are not numbers, or rows of different lengths"
         )
     return array
 
@@ -74,8 +74,8 @@ class Scale:
         if not (low >= 0 and high <= (1 if unit else 255)):
             bad = high if low >= 0 else low
             raise ValueError(
-                f"{where} has the number {bad:g}, which is out of range: whole numbers are levels from 0 to "
-                "255, others shares from 0 to 1"
+                f"{where} has the number {bad:g}, which is out of range: whole numbers must be from 0 "
+                "to 255, other numbers from 0 to 1"
             )
         if unit and not self.unit:
             self.unit, self._shares = True, where
@@ -83,16 +83,16 @@ class Scale:
             self._above_one = where
         if self.unit and self._above_one:
             raise ValueError(
-                f"{self._above_one} has whole numbers above 1, and {self._shares} shares from 0 to 1: give "
-                "all images in one form"
+                f"{self._above_one} has whole numbers above 1, but {self._shares} has numbers from 0 to "
+                "1: save all images in one of these two forms"
             )
 
     def check(self, source: Path) -> None:
         """Raise ValueError where all images were black as levels: whole numbers, none of them above 1."""
         if not self.unit and not self._above_one:
             raise ValueError(
-                f"{source} has no number but 0 and 1, as whole numbers, which are levels of 255: write "
-                "shares as 0.0 and 1.0, or levels as 0 and 255"
+                f"{source} has only the whole numbers 0 and 1, so all images would be black: save them "
+                "as 0.0 and 1.0, or as 0 and 255"
             )
 
     def pixels(self, array: npt.NDArray[Any], shape: tuple[int, int, int]) -> Pixels:

@@ -158,7 +158,7 @@ def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> Conv
     """
     parts = [part for part in found.parts if len(part.table)]
     if not parts:
-        raise ValueError(f"{provenance['source']} holds no image")
+        raise ValueError(f"{provenance['source']} has no image")
     table = pa.concat_tables(part.table for part in parts)
     _refuse_twice(parts, table["image_id"])
     ids = deal(table["user_id"], table["image_id"], table["partition"], how)
@@ -195,8 +195,8 @@ def _refuse_twice(parts: Sequence[Part], ids: pa.ChunkedArray) -> None:
     at = int(order[twice + 1].min())  # the first record that repeats an earlier one
     first = int(order[np.searchsorted(raw[order], raw[at])])
     raise ValueError(
-        f"{_place(parts, at)} lists the image {shown(ids[at].as_py())} a second time "
-        f"(the first is {_place(parts, first)})"
+        f"{_place(parts, at)} has the image {shown(ids[at].as_py())} a second time (the first is "
+        f"{_place(parts, first)}): remove one"
     )
 
 

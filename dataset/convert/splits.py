@@ -45,9 +45,9 @@ class Dealing:
     def __post_init__(self) -> None:
         for name, share in self.shares.items():
             if not 0 <= share < 1:
-                raise ValueError(f"--{name}_share is {share:g}: give a share from 0 on and below 1")
+                raise ValueError(f"--{name}_share is {share:g}: give a number of at least 0 and below 1")
         if sum(self.shares.values()) >= 1:
-            raise ValueError("--val_share and --test_share leave nothing for training: give smaller ones")
+            raise ValueError("--val_share and --test_share leave no images for training: give smaller shares")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed is {self.seed}; give a number from 0 to {2**63 - 1}")
 
@@ -79,14 +79,18 @@ def deal(users: pa.ChunkedArray, images: pa.ChunkedArray, splits: pa.ChunkedArra
             number[pc.fill_null(pc.equal(splits, name), False).to_numpy(zero_copy_only=False)] = position
         for name in OTHERS:
             if how.shares[name] and (number == SPLITS.index(name)).any():
-                raise ValueError(f"--{name}_share is for a source without {name}, and this one has it")
+                raise ValueError(
+                    f"--{name}_share has no effect, because the source already has the split {name}: "
+                    "leave it out"
+                )
     free = np.flatnonzero(number == 0)
     if any(how.shares.values()):
         dealt = _by_users if how.by == "users" else _by_images
         number[free] = dealt(names, owner[free], images, free, how)
     if not (number == 0).any():
         raise ValueError(
-            "there is no image for training: call its split train, or deal all images by --splits deal"
+            "there is no image for training: name a split of the source train, or split all images "
+            "again with --splits deal"
         )
     new = _names_of(names, owner, number)
     places = number.astype(np.int64) * len(names) + owner
@@ -111,8 +115,9 @@ def _names_of(names: list[str], owner: npt.NDArray[np.int32], number: npt.NDArra
         for user in np.flatnonzero(held[split]).tolist():
             if found[user] in first:
                 raise ValueError(
-                    f"user {names[user]!r} has images in several splits and becomes {found[user]!r} in "
-                    f"{SPLITS[split]}, which is another user of train: rename one of the two"
+                    f"user {names[user]!r} has images in several splits and is renamed {found[user]!r} "
+                    f"in {SPLITS[split]}, but train already has a user of this name: rename one of the "
+                    "two"
                 )
     return pa.array([*names, *renamed[0], *renamed[1]])
 
@@ -141,8 +146,8 @@ def _by_users(
         done += count
     if done >= len(here):
         raise ValueError(
-            f"{len(here)} users are too few for {1 + sum(map(bool, how.shares.values()))} splits: give "
-            "--split_by images, or a share of 0"
+            f"{len(here)} users are not enough for {1 + sum(map(bool, how.shares.values()))} splits: "
+            "give --split_by images, or set a share to 0"
         )
     return split_of[owner]
 

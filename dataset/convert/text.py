@@ -49,10 +49,12 @@ def checked_text(value: object, what: str, where: str) -> str:
     if value != value.strip():
         raise ValueError(f"{where} has white space around the {what} {shown(value)}: remove it")
     if not value.isprintable():
-        raise ValueError(f"{where} has characters that cannot be shown in the {what} {shown(value)}")
+        raise ValueError(
+            f"{where}: the {what} {shown(value)} has characters that cannot be printed: remove them"
+        )
     if (length := len(value.encode())) > MAX_ID_BYTES:
         raise ValueError(
-            f"{where} has the {what} {shown(value)} of {length:,} bytes, more than {MAX_ID_BYTES}"
+            f"{where}: the {what} {shown(value)} has {length:,} bytes; at most {MAX_ID_BYTES} are allowed"
         )
     return value if what == "image id" else unicodedata.normalize("NFC", value)
 
@@ -64,7 +66,7 @@ def split_named(value: object, where: str) -> str:
         ValueError: for another word than those in `SPLIT_NAMES`.
     """
     if not isinstance(value, str) or value not in SPLIT_NAMES:
-        raise ValueError(f"{where} has the split {shown(value)}; there are {', '.join(SPLIT_NAMES)}")
+        raise ValueError(f"{where} has the split {shown(value)}; it must be one of {', '.join(SPLIT_NAMES)}")
     return SPLIT_NAMES[value]
 
 
@@ -79,7 +81,7 @@ def split_in_name(path: PurePath) -> str | None:
     for part in (path.stem, path.parent.as_posix()):
         found = sorted({SPLIT_NAMES[word] for word in _WORD.findall(part.lower()) if word in SPLIT_NAMES})
         if len(found) > 1:
-            raise ValueError(f"{path} has two splits in its name, {' and '.join(found)}: rename or move it")
+            raise ValueError(f"{path} names two splits, {' and '.join(found)}: rename or move it")
         if found:
             return found[0]
     return None
@@ -94,8 +96,8 @@ def split_by_names(root: Path, paths: Sequence[Path]) -> list[str | None]:
     splits = [split_in_name(path.relative_to(root)) for path in paths]
     if None in splits and len(set(splits)) > 1:
         raise ValueError(
-            f"{paths[splits.index(None)]} has no split ({', '.join(SPLIT_NAMES)}) in its name, others have "
-            "one: rename or move it"
+            f"{paths[splits.index(None)]} has no split ({', '.join(SPLIT_NAMES)}) in its name, but "
+            "other files have one: rename or move it"
         )
     return splits
 
@@ -109,8 +111,8 @@ def say_splits(root: Path, files: Sequence[tuple[Path, str | None]]) -> None:
         of.setdefault(split, []).append(path.relative_to(root))
     more = {split: f" and {len(own) - 1:,} more" if len(own) > 1 else "" for split, own in of.items()}
     parts = "; ".join(f"{split} is {own[0]}{more[split]}" for split, own in of.items())
-    said = "no name has one, so that images are dealt" if None in of else parts
-    print(f"splits by the names of files: {said}", file=sys.stderr)
+    said = "no file name has a split, so images are divided at random" if None in of else parts
+    print(f"splits by file names: {said}", file=sys.stderr)
 
 
 class Names:
@@ -132,8 +134,8 @@ class Names:
         if self.given and len(self._known) < len(self.given):
             name = next(name for name, count in Counter(self.given).items() if count > 1)
             raise ValueError(
-                f"two classes are called {shown(name)}, maybe with accents typed in two ways: give the names "
-                "by --classes, each another one"
+                f"two classes have the same name {shown(name)} (perhaps with accents that are encoded "
+                "in two ways): give different names with --classes"
             )
         self._seen: dict[object, str] = {}
 
@@ -154,9 +156,12 @@ class Names:
             return self._of_number(label, where)
         text = checked_text(label, "label", where)
         if self.given is not None and text not in self._known:
-            raise ValueError(f"{where} has the label {shown(label)}, which is none of the classes")
+            raise ValueError(f"{where} has the label {shown(label)}, which is not one of the classes")
         if len(self._seen) >= MAX_CLASSES:
-            raise ValueError(f"{where} has class number {MAX_CLASSES:,} of this file: are these labels?")
+            raise ValueError(
+                f"{where} has class number {MAX_CLASSES:,} of this file, which is more than are "
+                "allowed: check that this column has labels"
+            )
         return text
 
     def _of_number(self, label: object, where: str) -> str:
@@ -166,10 +171,13 @@ class Names:
         if isinstance(number, float) and number.is_integer():  # pandas writes 3.0 where a value was missing
             number = int(number)
         if not isinstance(number, int) or isinstance(number, bool):
-            raise ValueError(f"{where} has the label {shown(label)}, which is no class number")
+            raise ValueError(f"{where} has the label {shown(label)}, which is not a class number")
         most = MAX_CLASSES if self.given is None else len(self.given)
         if not 0 <= number < most:
-            raise ValueError(f"{where} has the label {number}, which is out of range: 0 to {most - 1}")
+            raise ValueError(
+                f"{where} has the label {number}, which is out of range: class numbers go from 0 to "
+                f"{most - 1}"
+            )
         return str(number) if self.given is None else self.given[number]
 
     def vocabulary(self) -> list[str]:
@@ -248,12 +256,12 @@ def table_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, list[st
             raise ValueError(f"{path} is empty; it needs the columns {', '.join(needed)}")
         for name, count in Counter(header).items():
             if name and count > 1:
-                raise ValueError(f"{path} has two columns {shown(name)}: leave one out")
+                raise ValueError(f"{path} has two columns named {shown(name)}: remove or rename one")
         missing = [name for name in needed if name not in header]
         if missing:
             has = ", ".join(map(shown, header))[:200]
             raise ValueError(
-                f"{path} has no column {missing[0]!r}; it needs {', '.join(needed)}; it has {has}"
+                f"{path} has no column {missing[0]!r}; it needs {', '.join(needed)}, but it has {has}"
             )
         places = [header.index(name) for name in needed]
         for row in filter(None, rows):
@@ -262,9 +270,9 @@ def table_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, list[st
             found = True
             yield rows.line_num, [row[place] for place in places]
     except csv.Error as error:
-        raise ValueError(f"{path}, line {rows.line_num} is no CSV ({error})") from None
+        raise ValueError(f"{path}, line {rows.line_num} is not valid CSV ({error})") from None
     if not found:
-        raise ValueError(f"{path} lists no image")
+        raise ValueError(f"{path} has no image: it needs at least one line below the column names")
 
 
 def header_of(path: Path) -> list[str]:
@@ -276,4 +284,4 @@ def header_of(path: Path) -> list[str]:
     try:
         return next(csv.reader(lines(path), strict=True), [])
     except csv.Error as error:
-        raise ValueError(f"{path}, line 1 is no CSV ({error})") from None
+        raise ValueError(f"{path}, line 1 is not valid CSV ({error})") from None

@@ -39,7 +39,7 @@ def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
         return [(source, None)]
     paths = sorted([*source.glob("*.h5"), *source.glob("*.hdf5")])
     if not paths:
-        raise ValueError(f"--source {source} is neither an HDF5 file nor a folder with *.h5")
+        raise ValueError(f"--source {source} is neither an HDF5 file nor a folder with *.h5 files")
     splits = split_by_names(source, paths)
     if None in splits:
         raise ValueError(f"{paths[0]} has no split ({', '.join(SPLIT_NAMES)}) in its name: rename or move it")
@@ -60,7 +60,9 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
     if is_sqlite(source):
         return read_sqlite(source, given, prefix)
     if prefix is not None and source.exists():
-        raise ValueError(f"--prefix is for files of SQLite, and {source} is none: leave it out")
+        raise ValueError(
+            f"--prefix can be used only with SQLite files, but {source} is not one: leave it out"
+        )
     files = hdf5_files(source)
     for path, _ in files:
         probe(path)
@@ -75,7 +77,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
         with opened(path) as file:
             clients = member(file, EXAMPLES)
             if not isinstance(clients, h5py.Group):
-                raise ValueError(f"{path}: {EXAMPLES} is no group")
+                raise ValueError(f"{path}: {EXAMPLES} is not an HDF5 group")
             for client in clients:
                 where = f"{path}, {EXAMPLES}/{client}"
                 images, labels = _of_client(clients, client, chosen, where)
@@ -110,10 +112,10 @@ def _of_client(
     group = member(clients, client)
     leaf = next((name for name in PIXELS if isinstance(group, h5py.Group) and name in group), None)
     if leaf is None:
-        raise ValueError(f"{where} has neither {' nor '.join(PIXELS)}")
+        raise ValueError(f"{where} has none of {', '.join(PIXELS)}")
     images = dataset(group, leaf)
     if images.dtype.kind not in "uif" or not images.ndim:
-        raise ValueError(f"{where}/{leaf} holds {images.dtype}, no pixels")
+        raise ValueError(f"{where}/{leaf} has the type {images.dtype}, which is not one of pixels")
     labels = []
     for name in chosen:
         column = dataset(group, name)
@@ -122,7 +124,9 @@ def _of_client(
             or column.size != len(images)
             or column.shape[:1] != images.shape[:1]
         ):
-            raise ValueError(f"{where}/{name} is no list of {len(images)} class numbers, one for each image")
+            raise ValueError(
+                f"{where}/{name} is not a list of {len(images)} class numbers, one for each image"
+            )
         labels.append(np.asarray(column[()]).reshape(-1))
     return images, labels
 

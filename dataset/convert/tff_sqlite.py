@@ -48,7 +48,9 @@ def is_sqlite(path: Path) -> bool:
     if not path.is_file():
         return False
     if path.suffix == ".lzma":
-        raise ValueError(f"--source {path} is packed: xz --decompress --keep --format=lzma {path} unpacks it")
+        raise ValueError(
+            f"--source {path} is compressed: unpack it with xz --decompress --keep --format=lzma {path}"
+        )
     with path.open("rb") as file:
         return file.read(16) == b"SQLite format 3\0"
 
@@ -98,17 +100,22 @@ def _splits(source: Path, prefix: str | None) -> dict[str, str]:
         name = _text(named, f"{source}, split_name")
         begin, _, word = name.rpartition("_")
         if word not in SPLIT_NAMES:
-            raise ValueError(f"{source} has the split {shown(name)}, which does not end in a split's name")
+            raise ValueError(
+                f"{source} has the split {shown(name)}, whose name does not end in _train, _val or _test"
+            )
         sets.setdefault(begin, {})[name] = SPLIT_NAMES[word]
     if not sets:
         raise ValueError(f"{source} has no example")
     if prefix is None and len(sets) == 1:
         return next(iter(sets.values()))
     if set(sets) == {""}:
-        raise ValueError(f"{source} has splits without a prefix: leave --prefix out")
+        raise ValueError(f"the splits of {source} have no prefix: leave --prefix out")
     if prefix not in sets:
-        given = "" if prefix is None else f", not --prefix {prefix}"
-        raise ValueError(f"{source} has splits of {', '.join(map(shown, sets))}{given}: choose by --prefix")
+        given = "" if prefix is None else f", not {prefix}"
+        raise ValueError(
+            f"{source} has splits with the prefixes {', '.join(map(shown, sets))}{given}: choose one "
+            "with --prefix"
+        )
     return sets[prefix]
 
 
@@ -122,9 +129,12 @@ def _annotations(
         return dict.fromkeys(found, "class"), names
     attributes = sorted(set(features) - set(PIXELS))
     if not attributes:
-        raise ValueError(f"{where} has neither a label nor attributes")
+        raise ValueError(f"{where} has neither the feature label nor other features that could be attributes")
     if given is not None:
-        raise ValueError(f"--classes names numbers, and {where} has attributes with names: leave it out")
+        raise ValueError(
+            f"--classes gives names to class numbers, but {where} has attributes that already have "
+            "names: leave --classes out"
+        )
     return {"labels": "label set"}, {"labels": Names(attributes)}
 
 
@@ -145,14 +155,14 @@ def _labels(
 def _number(features: Features, leaf: str, where: str) -> int:
     found = features.get(leaf)
     if found is None or found.dtype != np.int64 or len(found) != 1:
-        raise ValueError(f"{where} has no single whole number {shown(leaf)}")
+        raise ValueError(f"{where} needs exactly one whole number as {shown(leaf)}")
     return int(found[0])
 
 
 def _image(features: Features, where: str) -> npt.NDArray[Any]:
     found = next((features[leaf] for leaf in PIXELS if leaf in features), None)
     if found is None:
-        raise ValueError(f"{where} has neither {' nor '.join(PIXELS)} of numbers")
+        raise ValueError(f"{where} has no numbers in {' or '.join(PIXELS)}")
     return found
 
 
@@ -175,7 +185,7 @@ def _examples(source: Path, named: str, start: int = 0) -> Iterator[tuple[str, s
         if place >= start:
             where = f"{source}, split {named}, client {shown(client)}, example {number}"
             if not isinstance(proto, bytes):
-                raise ValueError(f"{where} is no serialised tf.train.Example")
+                raise ValueError(f"{where} is not a serialised tf.train.Example")
             yield where, client, number, parse(proto, where)
 
 
@@ -183,7 +193,7 @@ def _text(value: object, where: str) -> str:
     try:
         return value.decode() if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError:
-        raise ValueError(f"{where} is no text in UTF-8: {shown(value)}") from None
+        raise ValueError(f"{where} is not UTF-8 text: {shown(value)}") from None
 
 
 def _query(source: Path, command: str, *values: str) -> Iterator[tuple[Any, ...]]:
@@ -195,5 +205,5 @@ def _query(source: Path, command: str, *values: str) -> Iterator[tuple[Any, ...]
             yield from database.execute(command, values)
     except sqlite3.Error as fault:
         raise ValueError(
-            f"{source} is not one of TensorFlow Federated's SQLite files, or damaged: {fault}"
+            f"{source} is damaged, or is not an SQLite file of TensorFlow Federated: {fault}"
         ) from None

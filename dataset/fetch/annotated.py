@@ -68,7 +68,9 @@ class Annotated:
             ValueError: when there are images of test.
         """
         if any(record["partition"] == "test" for record in self.records):
-            raise ValueError("--val_as is test, and there are images of test: set it to val")
+            raise ValueError(
+                "--val_as test cannot be used, because there already are images of test: give --val_as val"
+            )
         moved = {"partition": "test"}
         records = [{**r, **(moved if r["partition"] == "val" else {})} for r in self.records]
         return replace(self, records=records)
@@ -160,25 +162,30 @@ class Users:
         if len(by_id) == len(by_other) and unsure:
             image = min(unsure)
             raise ValueError(
-                f"{self.origin} may list images by their files' names or by the annotations' ids: {image} is "
-                f"the file {image}, or {by_other[image]}; rename the files, or number the images otherwise"
+                f"{self.origin}: it is not clear whether images are listed by file name or by the "
+                f"annotations' ids, because {image} is the file {image} as well as the id of "
+                f"{by_other[image]}: rename the files, or change the ids"
             )
         listed = frozenset(to_id.values())
         more = [name for name in rest if name not in to_id and rest[name] not in listed]
         if more or (len(by_id) == len(by_other) and by_id != by_other):
+            by_name, by_number = min(by_id), min(by_other.keys() - by_id.keys())
             raise ValueError(
-                f"{self.origin} lists some images by file name and some by id, such as {min(by_id)} and "
-                f"{min(by_other.keys() - by_id.keys())}: list all by one of the two"
+                f"{self.origin} lists some images by file name ({by_name}) and some by id ({by_number}): use "
+                "one of the two for all images"
             )
         if not to_id:
             image = min(self.images)
-            raise ValueError(f"{self.origin} lists image {image!r} and others, which are none of the images")
+            raise ValueError(
+                f"{self.origin} lists images that are not in the source, for example {image!r}: list "
+                "images of this source"
+            )
         for image in sorted(to_id):
             stated, split = self.partitions.get(image), split_of[to_id[image]]
             if stated not in (None, split):
                 raise ValueError(
-                    f"{self.origin} says that image {image} is in {stated}, but it is in {split}; "
-                    "correct one of the two"
+                    f"{self.origin} says that image {image} is in {stated}, but the annotations say "
+                    f"{split}: correct one of the two"
                 )
         columns = {
             name: {to_id[image]: user for image, user in column.items() if image in to_id}
@@ -210,8 +217,9 @@ def fitted(
     if (empty or beyond >= ROUNDING) and not cut:
         box = ", ".join(f"{value:g}" for value in corners)
         raise ValueError(
-            f"{where}: its box ({box}) is empty or not within the image of {size[0]} x {size[1]} pixels; "
-            f"--bad_boxes cut cuts such boxes off at the border, and leaves out what is empty then{more}"
+            f"{where}: the box ({box}) is empty or reaches beyond the image of {size[0]} x {size[1]} "
+            "pixels; --bad_boxes cut cuts such boxes at the border, and leaves out boxes that are then "
+            f"empty{more}"
         )
     if empty or beyond >= ROUNDING:
         repaired["boxes_left_out" if empty else "boxes_cut_off"] += 1
@@ -230,14 +238,14 @@ def read_users(content: bytes, origin: str) -> Users:
         raise ValueError(f"{origin} is not UTF-8 text") from None
     rows = list(csv_rows(text, origin, ["image_id"]))
     if not rows:
-        raise ValueError(f"{origin} lists no image")
+        raise ValueError(f"{origin} lists no image: it needs at least one line below the column names")
     header = rows[0][1]
     names = [name for name in header if name.startswith("user")]
     wrong = [name for name in names if not NAME.fullmatch(_partition(name))]
     if not names or wrong or len({*map(_partition, names)}) < len(names):
         raise ValueError(
-            f"{origin} needs columns of users, whose names begin with user, differ, and have letters, digits "
-            f"and ._- alone; it has {', '.join(header)[:200]}"
+            f"{origin} needs columns of users: their names must begin with user, differ, and have only "
+            f"letters, digits and ._-; it has {', '.join(header)[:200]}"
         )
     columns: dict[str, dict[str, str]] = {name: {} for name in names}
     partitions: dict[str, str] = {}
@@ -248,7 +256,7 @@ def read_users(content: bytes, origin: str) -> Users:
         if "partition" in row:
             if row["partition"] not in SPLITS:
                 known = ", ".join(SPLITS)
-                raise ValueError(f"{where} has the partition {row['partition']!r}; there are {known}")
+                raise ValueError(f"{where} has the partition {row['partition']!r}; it must be one of {known}")
             partitions[image] = row["partition"]
         for name in names:
             if row[name] not in ("", NOBODY):
@@ -283,9 +291,9 @@ class Finish:
             image, (width, height) = wrong[0]
             stated = "{} x {}".format(*self.sizes[image])
             raise ValueError(
-                f"{len(wrong):,} images are not of the size that their annotations have, {image} among them "
-                f"({width} x {height}, not {stated} pixels): give the images that were annotated (see "
-                "--upright for photos that are turned by their EXIF orientation)"
+                f"{len(wrong):,} images do not have the size that their annotations say, for example "
+                f"{image} ({width} x {height}, not {stated} pixels): give the images that were "
+                "annotated, or see --upright if they are photos with an EXIF orientation"
             )
         if "train" not in index.splits:
             return index

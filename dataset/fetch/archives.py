@@ -158,7 +158,7 @@ def _folder_key(folder: Path, found: Iterable[tuple[str, Path]]) -> str:
 def _bounded(name: str, size: int) -> None:
     """Raise ValueError for a size that no image has."""
     if size > MAX_IMAGE_BYTES:
-        raise ValueError(f"{name} has {size:,} bytes, more than {MAX_IMAGE_BYTES:,}: that is no photograph")
+        raise ValueError(f"{name} has {size:,} bytes; an image may have at most {MAX_IMAGE_BYTES:,}")
 
 
 class BoundedHeader(tarfile.TarInfo):

@@ -64,7 +64,10 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
             content = parse_json(files[name], f"{origin}: {name}", reading.form)
             reader.read(content, f"{origin}: {name}", found[1], found[2])
     if not reader.records:
-        raise ValueError(f"{origin} holds no annotations/instances_train*.json, _val*.json or _test*.json")
+        raise ValueError(
+            f"{origin} has none of the files annotations/instances_train*.json, instances_val*.json and "
+            "instances_test*.json"
+        )
     return reader.annotated(origin)
 
 
@@ -79,7 +82,7 @@ def parse_json(content: bytes, origin: str, form: Form = "boxes") -> Json:
     """
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"it holds {constant}, which is no number of JSON")
+        raise ValueError(f"it has {constant}, which is not a number in JSON")
 
     wanted = _KEPT | _OF_OUTLINES if form == "mask" else _KEPT
 
@@ -90,9 +93,9 @@ def parse_json(content: bytes, origin: str, form: Form = "boxes") -> Json:
     try:
         found = json.loads(content, object_hook=kept, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{origin} is not JSON ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{origin} is not valid JSON ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{origin} holds no object with images, annotations and categories")
+        raise ValueError(f"{origin} is not a JSON object with images, annotations and categories")
     return found
 
 
@@ -127,29 +130,38 @@ class Reader:
         """
         categories = _categories(_list(content, "categories", origin), origin)
         if self.form == "mask" and len(categories) >= VOID:
-            raise ValueError(f"{origin} has {len(categories):,} categories; masks have at most {VOID - 1}")
+            raise ValueError(
+                f"{origin} has {len(categories):,} categories, but masks can have at most {VOID - 1}: "
+                "give --annotation boxes, or remove categories"
+            )
         for number, name in categories.items() if self.form == "mask" else ():
             if is_background(name):
                 raise ValueError(
-                    f"{origin}: category {number} is called {name}, and masks have a {BACKGROUND} of their "
-                    "own, where no object is: take the category and its annotations out, or rename it"
+                    f"{origin}: category {number} is named {name}, but masks already have the class "
+                    f"{BACKGROUND} for pixels without an object: remove the category and its "
+                    "annotations, or rename it"
                 )
         if self.categories and categories != self.categories:
-            raise ValueError(f"{origin} has other categories than the files before it")
+            raise ValueError(
+                f"{origin} does not have the same categories as the files before it: use one list of "
+                "categories in all files"
+            )
         self.categories = categories
         self.folders.add(folder)
         images: dict[int, Json] = {}
         for entry in _list(content, "images", origin):
             number, where = _whole(entry, "id", origin), f"{origin}: image {entry.get('id')}"
             if number in images:
-                raise ValueError(f"{where} comes a second time")
+                raise ValueError(f"{where} is there twice: remove one")
             name = _text(entry, "file_name", where)
             if name != Path(name).name or name.startswith("."):
                 raise ValueError(f"{where} has the file_name {name[:200]!r}; give a name without folders")
             size = (_whole(entry, "width", where), _whole(entry, "height", where))
             self.sizes[Path(name).stem] = size
             if self.form == "mask" and size[0] * size[1] > MAX_PIXELS:
-                raise ValueError(f"{where} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS:,}")
+                raise ValueError(
+                    f"{where} has {size[0]} x {size[1]} pixels; at most {MAX_PIXELS:,} are allowed"
+                )
             images[number] = {
                 "size": size,
                 "record": {"image_id": Path(name).stem, "partition": split, COLUMNS[self.form]: []},
@@ -159,7 +171,7 @@ class Reader:
             where = f"{origin}: annotation {str(entry.get('id'))[:MAX_SHOWN]}"
             number = _whole(entry, "image_id", where)
             if number not in images:
-                raise ValueError(f"{where} is of image {number}, which the file does not list")
+                raise ValueError(f"{where} belongs to image {number}, which is not in the list images")
             objects, size = images[number]["record"][COLUMNS[self.form]], images[number]["size"]
             if self.form == "mask":
                 objects.append(self._outlined(entry, size, where))
@@ -178,9 +190,9 @@ class Reader:
         """Category, and whether it is a group."""
         category, crowd = _whole(entry, "category_id", where), entry.get("iscrowd", 0)
         if category not in self.categories:
-            raise ValueError(f"{where} has the category {category}, which the file does not name")
+            raise ValueError(f"{where} has the category {category}, which is not in the list categories")
         if crowd not in (0, 1):
-            raise ValueError(f"{where} has iscrowd {str(crowd)[:40]!r}; it is 0 or 1")
+            raise ValueError(f"{where} has iscrowd {str(crowd)[:40]!r}; it must be 0 or 1")
         return category, bool(crowd)
 
     def _outlined(self, entry: Json, size: tuple[int, int], where: str) -> tuple[int, Outline, str]:
@@ -198,7 +210,7 @@ class Reader:
         category, crowd = self._kind(entry, where)
         box = entry.get("bbox")
         if not isinstance(box, list) or len(box) != 4 or not all(map(_finite, box)):
-            raise ValueError(f"{where} has the bbox {str(box)[:80]}; it needs four numbers")
+            raise ValueError(f"{where} has the bbox {str(box)[:80]}; it must be four numbers")
         x, y, width, height = map(float, box)
         corners = fitted((x, y, x + width, y + height), size, self.cut, self.repaired, where)
         name = self.categories[category]
@@ -207,7 +219,9 @@ class Reader:
     def annotated(self, origin: str) -> Annotated:
         """All that was read; a ValueError where masks are wanted and no object has an outline."""
         if self.repaired["objects_without_an_outline"] and not self.outlined:
-            raise ValueError(f"{origin}: no object has an outline (segmentation): give --annotation boxes")
+            raise ValueError(
+                f"{origin}: no object has a segmentation, so masks cannot be made: give --annotation boxes"
+            )
         notes = {"category_ids": list(self.categories)}
         ids = {number: image for number, image in self.ids.items() if number not in self.twice}
         classes = [*([BACKGROUND] if self.form == "mask" else []), *self.categories.values()]
@@ -249,14 +263,14 @@ def _list(content: Json, key: str, origin: str) -> list[Json]:
 def _whole(entry: Json, key: str, where: str) -> int:
     value = entry.get(key)
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{where}: {key} is {str(value)[:40]!r}; give a whole number from 0 on")
+        raise ValueError(f"{where}: {key} is {str(value)[:40]!r}; it must be a whole number of at least 0")
     return value
 
 
 def _text(entry: Json, key: str, where: str) -> str:
     value = entry.get(key)
     if not isinstance(value, str) or not value or not value.isprintable():
-        raise ValueError(f"{where}: {key} is {str(value)[:40]!r}; give a text of one line")
+        raise ValueError(f"{where}: {key} is {str(value)[:40]!r}; it must be text on one line")
     return value
 
 

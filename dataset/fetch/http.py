@@ -81,7 +81,7 @@ def retried(ask: Callable[[], Result], url: str) -> Result:
             else:  # the last two: a full disk, say
                 final = isinstance(error, (SourceError, PermissionError)) or type(error) is OSError
             if final or attempt >= PATIENCE.attempts:
-                kept = "what has arrived is kept: run the command again later"
+                kept = "the part that was downloaded is kept: run the command again later"
                 raise SourceError(f"cannot download {url} ({text}); {kept}") from None
             pause = PATIENCE.pause(attempt - 1, error)
             print(f"{url}: {text}; trying again in {pause:.0f} s", file=sys.stderr)
@@ -110,7 +110,7 @@ def remote(url: str) -> Remote:
         with urllib.request.urlopen(request, timeout=PATIENCE.timeout_s) as answer:
             length = answer.headers["Content-Length"] or ""
             if not length.isdigit():
-                raise SourceError("the server does not tell the file's length")
+                raise SourceError("the server does not say how long the file is")
             return Remote(int(length), _version(answer))
 
     return retried(ask, url)
@@ -155,7 +155,8 @@ def fetch_checked(url: str, target: Path, algorithm: str, expected: str) -> None
     if expected and (found := file_digest(target, algorithm)) != expected:
         target.unlink()
         raise SourceError(
-            f"{url} arrived damaged ({algorithm.upper()} {found}, not {expected}); run the command again"
+            f"{url} was damaged in the download ({algorithm.upper()} {found}, not {expected}); run the "
+            "command again"
         )
 
 
@@ -170,15 +171,15 @@ def _append(url: str, part: Path, expected: Remote) -> None:
     with urllib.request.urlopen(request, timeout=PATIENCE.timeout_s) as answer:
         version = _version(answer)
         if expected.version and version and version != expected.version:
-            raise SourceError("the file changed on the server meanwhile")
+            raise SourceError("the file on the server changed during the download")
         wanted = f"bytes {have}-{expected.size - 1}/{expected.size}"
         if answer.status != 206:  # the server sends the whole file
             have = 0
         elif answer.headers["Content-Range"] not in (wanted, None):
-            raise SourceError(f"the server sends {answer.headers['Content-Range']} for {wanted}")
+            raise SourceError(f"the server sent {answer.headers['Content-Range']} instead of {wanted}")
         length = answer.headers["Content-Length"]
         if length is not None and int(length) != expected.size - have:
-            raise SourceError(f"it has {int(length) + have:,} bytes now, and had {expected.size:,} before")
+            raise SourceError(f"it now has {int(length) + have:,} bytes, but had {expected.size:,} before")
         shown = {"unit": "B", "unit_scale": True, "desc": part.stem, "leave": False}
         bar = tqdm(total=expected.size, initial=have, disable=None, **shown)  # not in a log
         with open(part, "r+b" if have else "wb") as file, bar:

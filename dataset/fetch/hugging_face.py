@@ -44,13 +44,18 @@ def parquet_shards(
             checked = target.with_name(target.name + ".checked")
             if target.is_file() and checked.exists() and target.stat().st_size == file.size:
                 return target
-            with _named(f"cannot download {file.path}", "what has arrived is kept: run the command again"):
+            with _named(
+                f"cannot download {file.path}",
+                "the part that was downloaded is kept: run the command again",
+            ):
                 place = {"repo_type": "dataset", "revision": commit, "endpoint": endpoint}
                 hf_hub_download(repository, file.path, local_dir=folder, **place)
             digest = file_digest(target)
             if file.lfs is not None and digest != file.lfs.sha256:
                 target.unlink()
-                raise SourceError(f"{file.path} arrived damaged (SHA-256 {digest}); run the command again")
+                raise SourceError(
+                    f"{file.path} was damaged in the download (SHA-256 {digest}); run the command again"
+                )
             checked.touch()
             return target
 
@@ -59,7 +64,9 @@ def parquet_shards(
     parquet = [file for file in tree if file.path.endswith(".parquet")]
     shards = [shard(file) for file in sorted(parquet, key=lambda file: str(file.path))]
     if not shards:
-        raise SourceError(f"{repository} holds no parquet at revision {revision}; try another --revision")
+        raise SourceError(
+            f"{repository} has no *.parquet files at revision {revision}; try another --revision"
+        )
     return commit, shards
 
 

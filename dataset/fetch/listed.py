@@ -93,8 +93,8 @@ class Lists:
             for image, k, name in zip(listing.image_ids, listing.classes.tolist(), self._names(listing)):
                 if found.setdefault(image, (k, name))[0] != k:
                     raise ValueError(
-                        f"{listing.origin} says that image {image} has class {k}, another CSV says "
-                        f"{found[image][0]}; take the CSVs of one version"
+                        f"{listing.origin} says that image {image} has class {k}, but another CSV file "
+                        f"says {found[image][0]}; use CSV files of the same version"
                     )
             authors = zip(listing.image_ids, listing.users.get(natural, ()))
             owner |= {image: user for image, user in authors if user != NOBODY}
@@ -103,7 +103,8 @@ class Lists:
         for image, k, name in test:
             if image in found:
                 raise ValueError(
-                    f"image {image} is a training image and in {self.test.origin}; download both CSVs again"
+                    f"image {image} is a training image but is also in {self.test.origin}; download "
+                    "both CSV files again"
                 )
             rows.append((OWNERS["test"], image, "test", k, name))
         users, images, splits, classes, names = (list(column) for column in zip(*rows))
@@ -144,7 +145,7 @@ def read_lists(place: Path) -> Lists:
         try:
             header = next(csv.reader(io.StringIO(text, newline="")), [])
         except csv.Error as error:
-            raise ValueError(f"{origin} is no CSV ({error}); download the file again") from None
+            raise ValueError(f"{origin} is not valid CSV ({error}); download the file again") from None
         if TRAIN_CSV.fullmatch(name) or name.endswith(("_train.csv", "_train_split.csv")):
             users = [column for column in header if column not in ("image_id", "class", "label")]
             part = partition_name(name) if TRAIN_CSV.fullmatch(name) else "users"
@@ -155,14 +156,15 @@ def read_lists(place: Path) -> Lists:
             tests.append(read_listing(text, origin, {}))
     if not listings or len(tests) != 1:
         raise ValueError(
-            f"{place} holds {len(listings)} training CSVs (federated_train*.csv) and {len(tests)} test CSVs "
-            "(test.csv); give --splits a folder or zip archive with at least one and just one"
+            f"{place} has {len(listings)} training CSV files (federated_train*.csv) and {len(tests)} "
+            "test CSV files (test.csv); give --splits a folder or zip archive with at least one "
+            "training CSV file and exactly one test CSV file"
         )
     highest = max(int(listing.classes.max()) for listing in [*listings, *tests])
     lists = Lists(str(place), listings, tests[0], highest + 1)
     names = lists.partition_names
     if len(set(names)) < len(names):
-        raise ValueError(f"{place} holds two CSVs of one partition ({', '.join(names)}); leave one out")
+        raise ValueError(f"{place} has two CSV files of the same partition ({', '.join(names)}); remove one")
     return lists
 
 
@@ -209,7 +211,7 @@ def _announced_md5(archive: Archive, base: str) -> str:
 
     words = retried(ask, url).split()
     if not words or len(words[0]) != 32:
-        raise SourceError(f"{url} states no MD5; run the command again later")
+        raise SourceError(f"{url} gives no MD5 checksum; run the command again later")
     return words[0].lower()
 
 
@@ -257,8 +259,8 @@ def image_files(
         is_wanted = is_wanted and (inside is None or path.parent.name in inside)
         if is_wanted and not (other := found.setdefault(path.stem, path)).samefile(path):  # by no link
             raise ValueError(
-                f"two files have the name of image {path.stem}, {other} and {path}: delete one if they are "
-                "the same photo, else give them different names, in the annotations or lists as well"
+                f"two files are named like image {path.stem}, {other} and {path}: if they are the same "
+                "photo, delete one; otherwise rename one, also in the annotations and lists"
             )
     return found
 

@@ -36,10 +36,12 @@ def collected(places: Sequence[Path], wanted: Wanted) -> dict[str, bytes]:
             name, most = chosen
             total += size
             if size > most or total > MAX_TOTAL:
-                raise ValueError(f"{place}: {path} has {size:,} bytes, more than such a file may have")
+                raise ValueError(f"{place}: {path} is too large ({size:,} bytes)")
             content = read()
             if found.setdefault(name, content) != content:
-                raise ValueError(f"{place} holds two different files {name}: give a folder with one of them")
+                raise ValueError(
+                    f"{place} has two different files {name}: give a folder with only one of them"
+                )
     return found
 
 

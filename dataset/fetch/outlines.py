@@ -51,14 +51,16 @@ def checked(value: Any, size: tuple[int, int], where: str) -> Outline:
     if isinstance(value, list):
         for part in value:
             if not isinstance(part, np.ndarray) or len(part) % 2 or not (np.abs(part) < 1e9).all():
-                raise ValueError(f"{where} has a polygon that is not of pairs of numbers")
+                raise ValueError(f"{where} has a polygon that is not a list of pairs of numbers")
         return value
     if not isinstance(value, dict):
-        raise ValueError(f"{where} has the segmentation {str(value)[:40]!r}; it needs polygons, or runs")
+        raise ValueError(
+            f"{where} has the segmentation {str(value)[:40]!r}; it must be polygons or run lengths (RLE)"
+        )
     if value.get("size") != [size[1], size[0]]:
         raise ValueError(
-            f"{where} has runs of an image of the size {str(value.get('size'))[:40]}, and its own is "
-            f"[{size[1]}, {size[0]}]"
+            f"{where} has run lengths (RLE) of the size {str(value.get('size'))[:40]}, but the image "
+            f"has [{size[1]}, {size[0]}]"
         )
     return value
 
@@ -80,7 +82,9 @@ def drawn(outline: Outline, size: tuple[int, int], where: str) -> BoolArray:
         counts = coco_mask.merge(coco_mask.frPyObjects(near, height, width))["counts"].decode()
     runs = _runs(counts, where)
     if int(runs.sum()) != width * height:
-        raise ValueError(f"{where} has runs that do not add up to the {width * height:,} pixels")
+        raise ValueError(
+            f"{where} has run lengths (RLE) whose sum is not the number of pixels, {width * height:,}"
+        )
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height).T
 
 
@@ -107,7 +111,7 @@ def _runs(counts: Any, where: str) -> IntArray:
     if isinstance(counts, str):
         counts = _numbers_in(counts, where)
     if not isinstance(counts, list) or not all(type(n) is int and 0 <= n <= MAX_PIXELS for n in counts):
-        raise ValueError(f"{where} has runs that are no whole numbers from 0 to {MAX_PIXELS:,}")
+        raise ValueError(f"{where} has run lengths (RLE) that are not whole numbers from 0 to {MAX_PIXELS:,}")
     return np.array(counts, np.int64)
 
 
@@ -118,7 +122,7 @@ def _numbers_in(text: str, where: str) -> list[int]:
     for character in text:
         bits = ord(character) - _FIRST
         if not 0 <= bits < 2 * _MORE or shift > 60:
-            raise ValueError(f"{where} has runs in a text that is not pycocotools'")
+            raise ValueError(f"{where} has compressed run lengths (RLE) that pycocotools cannot have written")
         number |= (bits & _MORE - 1) << shift
         shift += _BITS
         if bits & _MORE:
@@ -128,7 +132,7 @@ def _numbers_in(text: str, where: str) -> list[int]:
         found.append(number + (found[-2] if len(found) > 2 else 0))
         number, shift = 0, 0
     if shift:
-        raise ValueError(f"{where} has runs in a text that is cut off")
+        raise ValueError(f"{where} has compressed run lengths (RLE) that are cut off")
     return found
 
 

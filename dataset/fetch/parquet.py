@@ -35,12 +35,12 @@ class ParquetSource(Source):
             try:
                 table = table.cast(self.schema)
             except pa.ArrowException as error:
-                raise ValueError(f"{shard.name} has columns of other types than it should: {error}") from None
+                raise ValueError(f"{shard.name} has columns of wrong types: {error}") from None
             for name in self.schema.names:
                 if table[name].null_count:
-                    raise ValueError(f"{shard.name} has records without {name}")
+                    raise ValueError(f"{shard.name} has rows without a value in {name}")
                 if _has_nulls(table[name]):
-                    raise ValueError(f"{shard.name} has empty entries in {name}")
+                    raise ValueError(f"{shard.name} has empty values in {name}")
             yield Records(table, binary(shard.name, "image", batch), shard.name)
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
@@ -100,7 +100,9 @@ def binary(origin: str, name: str, batch: Any) -> list[Image]:
     if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
         column = column.flatten()[column.type.get_field_index("bytes")]
     if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
-        raise ValueError(f"{origin}: the column {name!r} holds {column.type}, not the images' bytes")
+        raise ValueError(
+            f"{origin}: the column {name!r} has the type {column.type}, but must have the bytes of images"
+        )
     return [memoryview(value.as_buffer()).cast("B") if value.is_valid else None for value in column]
 
 

@@ -70,8 +70,8 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
     split_of = _sets(files, origin, form) or dict(reading.splits)
     if not split_of:
         raise ValueError(
-            f"{origin} has neither ImageSets/{SETS[form]}/train.txt nor a {USERS_CSV} with a column "
-            "partition: nothing says which images are for training"
+            f"{origin} does not say which images are for training: add ImageSets/{SETS[form]}/train.txt, "
+            f"or a {USERS_CSV} with a column partition"
         )
     owners: dict[str, str] = {}
     sizes: dict[str, tuple[int, int]] = {}
@@ -83,8 +83,8 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
         if (annotation if form == "mask" else document) is None and not reading.skip:
             place = "SegmentationClass/*.png" if form == "mask" else "Annotations/*.xml"
             raise ValueError(
-                f"{origin}: image {image} of {split} has no annotation in {place}; leave such images out "
-                "with --on_bad_image skip"
+                f"{origin}: image {image} of {split} has no annotation in {place}; add it, or leave "
+                "such images out with --on_bad_image skip"
             )
         if document is not None:
             where = f"{origin}: Annotations/{image}.xml"
@@ -115,13 +115,13 @@ def _boxes(
         name = " ".join((entry.findtext("name") or "").split())
         if name not in classes:
             raise ValueError(
-                f"{where} has an object {name[:80]!r}, which is none of the {len(classes)} classes; list "
-                f"them in a {CLASSES_TXT}"
+                f"{where} has an object of the class {name[:80]!r}, which is not one of the "
+                f"{len(classes)} classes; list all classes in a {CLASSES_TXT}"
             )
         ends = [_number(entry, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax")]
         # With 1 as the first pixel, the last pixel is within the box; with 0, the box ends before it.
         corners = (ends[0] - reading.first_pixel, ends[1] - reading.first_pixel, *ends[2:])
-        zero = "; --first_pixel 0 is for boxes that count from 0" if reading.first_pixel else ""
+        zero = "; if the boxes count pixels from 0, give --first_pixel 0" if reading.first_pixel else ""
         if (fits := fitted(corners, size, reading.cut, repaired, where, zero)) is not None:
             difficult = (entry.findtext("difficult") or "").strip() == "1"
             found.append({"name": name, "corners": fits, "flags": DIFFICULT if difficult else 0})
@@ -137,13 +137,13 @@ def parse_xml(content: bytes, origin: str) -> Element:
     builder, depth = TreeBuilder(), 0
 
     def refuse(*_: object) -> None:
-        raise ValueError("it declares a document type, which may hold entities")
+        raise ValueError("it has a document type declaration, which is not allowed")
 
     def start(name: str, attributes: dict[str, str]) -> None:
         nonlocal depth
         depth += 1
         if depth > MAX_DEPTH:
-            raise ValueError(f"it nests more than {MAX_DEPTH} elements")
+            raise ValueError(f"its elements are nested more than {MAX_DEPTH} deep")
         builder.start(name, attributes)
 
     def end(name: str) -> None:
@@ -159,7 +159,7 @@ def parse_xml(content: bytes, origin: str) -> Element:
         parser.Parse(content, True)
         return builder.close()
     except (expat.ExpatError, ValueError, LookupError) as error:
-        raise ValueError(f"{origin} cannot be used ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{origin} is not valid XML ({' '.join(str(error).split())})") from None
 
 
 def _classes(files: Mapping[str, bytes], origin: str, form: Form) -> list[str]:
@@ -168,7 +168,7 @@ def _classes(files: Mapping[str, bytes], origin: str, form: Form) -> list[str]:
         return [BACKGROUND, *CLASSES] if form == "mask" else list(CLASSES)
     names = [" ".join(line.split()) for line in _lines(files[CLASSES_TXT], f"{origin}: {CLASSES_TXT}")]
     if not names or len(set(names)) < len(names) or len(names) > 255:
-        raise ValueError(f"{origin}: {CLASSES_TXT} needs 1 to 255 names, each once, on lines of their own")
+        raise ValueError(f"{origin}: {CLASSES_TXT} needs 1 to 255 different names, one on each line")
     return names
 
 
@@ -193,9 +193,11 @@ def image_ids(content: bytes, where: str, split: str, known: Mapping[str, str]) 
     found = dict(known)
     for line in _lines(content, where):
         if line != Path(line).name or len(line.split()) > 1:
-            raise ValueError(f"{where} holds {line[:80]!r}; it needs an image id on each line")
+            raise ValueError(f"{where} has the line {line[:80]!r}; each line must be one image id")
         if line in found:
-            raise ValueError(f"{where} lists image {line}, which is in {found[line]} already")
+            raise ValueError(
+                f"{where} lists image {line}, which is already in {found[line]}: remove one of the two"
+            )
         found[line] = split
     return found
 
@@ -221,5 +223,5 @@ def _size(root: Element, where: str) -> tuple[int, int]:
 def _number(entry: Element, path: str, where: str) -> float:
     text = (entry.findtext(path) or "").strip()
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"{where}: {path} is {text[:40]!r}; it needs a number")
+        raise ValueError(f"{where}: {path} is {text[:40]!r}; it must be a number")
     return float(text)

@@ -80,13 +80,13 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
             content["annotations"].append({"id": where, "image_id": number, **found})
     if turned and not reading.upright:
         raise ValueError(
-            f"{origin}: {len(turned):,} photos are turned by their EXIF orientation, {turned[0]} among "
-            "them, and the boxes are those of the turned photos: give --upright"
+            f"{origin}: {len(turned):,} photos are rotated by their EXIF orientation, for example "
+            f"{turned[0]}, and the boxes are those of the rotated photos: give --upright"
         )
     if len(kinds) > 1:
         raise ValueError(
-            f"{origin} mixes boxes ({kinds[False]}) and outlines ({kinds[True]}), which may be tracks or "
-            "keypoints: make all lines boxes, or all outlines"
+            f"{origin} has lines with boxes ({kinds[False]}) and lines with outlines ({kinds[True]}), "
+            "or with tracks or keypoints, which are not read: use only boxes, or only outlines"
         )
     reader = Reader(reading.cut, reading.form)
     for split, content in contents.items():
@@ -120,26 +120,29 @@ def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -
         if file.name.startswith(".") or file.suffix.lower() not in (*IMAGE_SUFFIXES, *OTHER_SUFFIXES):
             continue
         if len(path.parts) == 1 or file.suffix.lower() in OTHER_SUFFIXES:
-            why = f"images are {', '.join(IMAGE_SUFFIXES)}: save it as one of these, or take it out"
+            why = f"images must be {', '.join(IMAGE_SUFFIXES)}: convert it, or move it away"
             if len(path.parts) == 1:
-                why = "its folder is --source itself: put images into a folder"
-            raise ValueError(f"{file} cannot be taken; {why}")
+                why = "it is not in a folder below --source: put images into a folder, such as train/images"
+            raise ValueError(f"{file} cannot be used; {why}")
         found[path] = _Image(_split(path, splits, file), _label(path, files))
     if not found:
-        raise ValueError(f"{root} holds no image ({', '.join(IMAGE_SUFFIXES)})")
+        raise ValueError(f"{root} has no image ({', '.join(IMAGE_SUFFIXES)})")
     used, stems = {image.label for image in found.values()}, {path.stem for path in found}
     unused = [PurePosixPath(name) for name in files if "/" in name and name not in used]
     if lost := [path.as_posix() for path in unused if "labels" in path.parts or path.stem in stems]:
         raise ValueError(
-            f"{root}: {len(lost):,} text files are of no image, or not where they are looked for, {lost[0]} "
-            "among them: they stand beside the image, or in labels/ in place of images/"
+            f"{root}: {len(lost):,} text files belong to no image, for example {lost[0]}: the text file "
+            "of an image must be beside the image, or in labels/ if the image is in images/"
         )
     for split in sorted({image.split for image in found.values()}):
         bare = [image.label not in files for image in found.values() if image.split == split]
         if all(bare):
             raise ValueError(f"{root}: no image of {split} has a text file of objects, not even an empty one")
         if any(bare):
-            print(f"{sum(bare):,} images of {split} have no text file, and so no object", file=sys.stderr)
+            print(
+                f"{sum(bare):,} images of {split} have no text file, and count as images without objects",
+                file=sys.stderr,
+            )
     return found
 
 
@@ -149,8 +152,8 @@ def _split(path: PurePosixPath, splits: Mapping[str, str], file: Path) -> str:
         named = {splits[path.stem]}
     if len(named) != 1:
         raise ValueError(
-            f"{file}: which split is it of? Name one folder above it train, val or test, or give the column "
-            f"partition of {USERS_CSV}"
+            f"{file} belongs to no split, or to several: name exactly one folder above it train, val or "
+            f"test, or give a {USERS_CSV} with a column partition"
         )
     return named.pop()
 
@@ -175,7 +178,9 @@ def _names(files: Mapping[str, bytes], origin: str) -> list[str]:
     """
     name = next((name for name in NAMES if name in files), None)
     if name is None:
-        raise ValueError(f"{origin} has none of {', '.join(NAMES)}, which name the classes")
+        raise ValueError(
+            f"{origin} has none of {', '.join(NAMES)}, so the class names are not known: add one of them"
+        )
     where = f"{origin}: {name}"
     try:
         text = files[name].decode("utf-8-sig")
@@ -192,13 +197,15 @@ def _names(files: Mapping[str, bytes], origin: str) -> list[str]:
     texts = [each for each in names if isinstance(each, str) and each] if isinstance(names, list) else []
     if not texts or not isinstance(names, list) or len(set(texts)) < len(names):
         raise ValueError(
-            f"{where} needs names: a list of different texts, or texts by number from 0 on without a gap "
-            "(yes, no, on, off and numbers are texts only in quotes)"
+            f"{where} needs names: a list of different texts, or a mapping from the numbers 0, 1, 2, "
+            "... to texts (put yes, no, on, off and numbers in quotes)"
         )
     if isinstance(found, dict) and found.get("nc", len(texts)) != len(texts):
-        raise ValueError(f"{where} has {len(texts)} names, and nc says another number")
+        raise ValueError(f"{where} has {len(texts)} names, but nc is another number: correct one of the two")
     if isinstance(found, dict) and "kpt_shape" in found:
-        raise ValueError(f"{where} has kpt_shape: keypoints are not read; take the set's boxes or outlines")
+        raise ValueError(
+            f"{where} has kpt_shape, but keypoints are not read; use annotations with boxes or outlines"
+        )
     return texts
 
 
@@ -238,11 +245,14 @@ def _object(words: list[str], size: tuple[int, int], where: str) -> Json:
     outline = len(shares) >= 6 and len(shares) % 2 == 0
     if not words[0].isascii() or not words[0].isdigit() or not (outline or len(shares) == OF_A_BOX):
         raise ValueError(
-            f"{where} has {' '.join(words)[:60]!r}; it needs a class's number and x y width height, or three "
-            "or more pairs x y"
+            f"{where} has {' '.join(words)[:60]!r}; it needs a class number and x y width height, or a "
+            "class number and three or more pairs x y"
         )
     if not all(abs(share) < LARGEST for share in shares):
-        raise ValueError(f"{where} has numbers that are no shares of an image")
+        raise ValueError(
+            f"{where} has numbers that are too large: coordinates are fractions of the image's width "
+            "and height"
+        )
     scaled = [share * size[place % 2] for place, share in enumerate(shares)]
     category = {"category_id": int(words[0][:18])}
     if outline:

@@ -37,12 +37,14 @@ def read_vocabulary(path: Path) -> dict[str, list[str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--label_mapping {path} is not JSON ({error})") from None
+        raise ValueError(f"--label_mapping {path} is not valid JSON ({error})") from None
     if not isinstance(content, dict) or not content or set(content) - set(TAXONOMIES):
-        raise ValueError(f"--label_mapping {path} needs an object with the keys {' and '.join(TAXONOMIES)}")
+        raise ValueError(
+            f"--label_mapping {path} must be a JSON object with the keys {' and '.join(TAXONOMIES)}"
+        )
     for taxonomy, names in content.items():
         if not isinstance(names, (list, dict)) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"--label_mapping {path}: {taxonomy} is neither a list of names nor an object")
+            raise ValueError(f"--label_mapping {path}: {taxonomy} must be a list of names or an object")
     return {taxonomy: sorted(set(names)) for taxonomy, names in content.items()}
 
 
@@ -67,9 +69,9 @@ def main(argv: Sequence[str]) -> None:
     arguments = _arguments(argv)
     output, folder = checked_places(arguments)
     if arguments.revision is not None and arguments.source != "hf":
-        raise ValueError("--revision is for --source hf: leave it out")
+        raise ValueError("--revision can be used only with --source hf: leave it out")
     if arguments.download_folder is not None and arguments.source not in ("hf", "apple"):
-        raise ValueError("--download_folder is for --source hf or apple: leave it out")
+        raise ValueError("--download_folder can be used only with --source hf or apple: leave it out")
     if arguments.label_mapping is not None:
         input_file("--label_mapping", arguments.label_mapping)
     options = Options(

@@ -44,7 +44,7 @@ def read_metadata(path: Path) -> pa.Table:
             row |= {name: _texts(entry[name], name) for name in TAXONOMIES}
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{path}: record {number} lacks {error}; it needs {', '.join(SCHEMA.names)}"
+                f"{path}: record {number} has no {error}; it needs {', '.join(SCHEMA.names)}"
             ) from None
         except ValueError as error:
             raise ValueError(f"{path}: record {number} has {error}") from None
@@ -64,7 +64,7 @@ def _text(value: object, name: str) -> str:
 
 def _texts(value: object, name: str) -> list[str]:
     if not isinstance(value, list):
-        raise ValueError(f"the {name} {str(value)[:80]!r}, which are no list")
+        raise ValueError(f"the {name} {str(value)[:80]!r}, which is not a list")
     return [_text(one, name) for one in value]
 
 
@@ -83,11 +83,14 @@ def _json_list(path: Path, block: int = 1 << 20) -> Iterator[Any]:
             try:
                 value, at = decoder.raw_decode(text, at)
             except RecursionError:
-                raise ValueError(f"{path} is nested too deeply to be FLAIR's metadata") from None
+                raise ValueError(f"{path} is nested too deeply to be the metadata of FLAIR") from None
             except json.JSONDecodeError as error:
                 more = file.read(block) if len(text) - at < MAX_RECORD_CHARACTERS else ""
                 if not more:
-                    raise ValueError(f"{path} is not valid JSON, or is cut off ({error.msg})") from None
+                    raise ValueError(
+                        f"{path} is not valid JSON ({error.msg}): it may be incomplete, so copy or "
+                        "download it again"
+                    ) from None
                 text, at = text[at:] + more, 0
                 continue
             yield value
@@ -96,7 +99,7 @@ def _json_list(path: Path, block: int = 1 << 20) -> Iterator[Any]:
 def local(folder: Path) -> Source:
     """A folder that holds parquet shards somewhere below it, or Apple's JSON with archives or images."""
     if not folder.is_dir():
-        raise ValueError(f"--source {folder} is neither hf, apple nor a folder")
+        raise ValueError(f"--source {folder} is not a folder: give hf, apple or a folder")
     provenance = {
         "source": f"local folder {folder.resolve()}",
         "revision": None,
@@ -115,11 +118,13 @@ def local(folder: Path) -> Source:
         )
     listing = next((path for path in found if path.name == METADATA), None)
     if listing is None:
-        raise ValueError(f"--source {folder} holds neither *.parquet nor {METADATA}")
+        raise ValueError(f"--source {folder} has neither *.parquet files nor {METADATA}")
     files = next((path for path in found if path.name == "small_images" and path.is_dir()), None)
     archives = [path for path in found if path.name.endswith((".tar.gz", ".tgz", ".tar"))]
     if files is None and not archives:
-        raise ValueError(f"--source {folder} holds {METADATA} but neither small_images/ nor *.tar.gz")
+        raise ValueError(
+            f"--source {folder} has {METADATA}, but neither a folder small_images/ nor *.tar.gz files"
+        )
     unpacked = sum(path.stat().st_size for path in files.iterdir()) if files is not None else 0
     shards = [Shard.on_disk(path, str(path.relative_to(folder))) for path in archives]
     source = ArchiveSource(

@@ -57,7 +57,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.clients is not None and arguments.clients < 1:
         raise ValueError(f"--clients is {arguments.clients}; give at least 1")
     if arguments.output_file is not None and not (arguments.partition or arguments.csv):
-        raise ValueError("--output_file is for new partitions: give --partition or --csv")
+        raise ValueError(
+            "--output_file is for a file with new partitions: add --partition or --csv, or leave it out"
+        )
     return arguments
 
 
@@ -70,7 +72,8 @@ def _recipes(arguments: argparse.Namespace) -> list[Recipe]:
     for name in () if pairs else ("clients", "seed"):
         if getattr(arguments, name) is not None:
             raise ValueError(
-                f"--{name} is for a --partition without its own, and there is none: leave it out"
+                f"--{name} applies only to a --partition that does not have the value in its name, and "
+                "there is none: leave it out"
             )
     return [*whole.values(), *(Recipe(kind, number, clients, None, seed) for kind, number in pairs)]
 

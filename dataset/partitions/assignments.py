@@ -69,14 +69,16 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
         if not all(row[column] for column in ("image_id", *user_columns)):
             raise ValueError(f"{where} has an empty id; download the file again")
         if not (row["class"].isascii() and row["class"].isdigit() and len(row["class"]) < 6):
-            raise ValueError(f"{where} has the class {row['class']!r}, which is no number from 0 on")
+            raise ValueError(
+                f"{where} has the class {row['class']!r}, which is not a whole number of at least 0"
+            )
         ids.append(row["image_id"])
         classes.append(int(row["class"]))
         labels += [row["label"]] if "label" in row else []
         for column, name in user_columns.items():
             users[name].append(row[column])
     if not ids:
-        raise ValueError(f"{origin} lists no image; download the file again")
+        raise ValueError(f"{origin} has no image; download the file again")
     return Listing(origin, ids, np.array(classes, np.int64), users, labels or None)
 
 
@@ -106,7 +108,7 @@ def csv_rows(
             raise ValueError(f"{origin} has no column {lacking[0]!r}; it needs {', '.join(needed)}")
         twice = [name for name, count in Counter(header).items() if name and count > 1]
         if twice:
-            raise ValueError(f"{origin} has two columns {twice[0]!r}; leave one out")
+            raise ValueError(f"{origin} has two columns named {twice[0]!r}; remove one")
         owners = [name for name in header if name.startswith("user")] if users is None else users
         for fields in filter(None, rows):  # an empty line is no row
             where = f"{origin}, line {rows.line_num}"
@@ -122,11 +124,14 @@ def csv_rows(
                     row[name] = unicodedata.normalize("NFC", row[name])
             first = seen.setdefault(row["image_id"], rows.line_num)
             if first != rows.line_num:
-                raise ValueError(f"{where} lists image {row['image_id']} a second time (line {first})")
+                raise ValueError(
+                    f"{where} has image {row['image_id']} a second time (line {first}): remove one of "
+                    "the two lines"
+                )
             yield where, row
     except csv.Error as error:
         raise ValueError(
-            f"{origin}, line {rows.line_num} is no CSV ({error}); download the file again"
+            f"{origin}, line {rows.line_num} is not valid CSV ({error}); download the file again"
         ) from None
 
 
@@ -149,7 +154,10 @@ def partition_of(listing: Listing, name: str, row_of: Mapping[str, int]) -> Part
         if user != NOBODY and image in row_of
     ]
     if not pairs:
-        raise ValueError(f"none of the images of {listing.origin} is there; does it belong to these images?")
+        raise ValueError(
+            f"none of the images in {listing.origin} is in the data set; check that the list belongs to "
+            "these images"
+        )
     return deal([user for user, _ in pairs], np.array([row for _, row in pairs], np.int64))
 
 
@@ -171,12 +179,12 @@ def check_classes(listing: Listing, row_of: Mapping[str, int], classes: IntArray
     """Raise ValueError if the listing has an image that is not in the split, or gives one another class."""
     for image, stated in zip(listing.image_ids, listing.classes.tolist()):
         if image not in row_of:
-            raise ValueError(f"{listing.origin} lists image {image}, which this data set does not have")
+            raise ValueError(f"{listing.origin} has image {image}, which this data set does not have")
         if classes[row_of[image]] != stated:
             raise ValueError(
                 f"{listing.origin} says that image {image} has class {stated}, but its class is "
-                f"{classes[row_of[image]]}: these splits are of other images (version 1.0 of CIFAR's splits "
-                "had wrong image ids: take version 1.1)"
+                f"{classes[row_of[image]]}: use splits of this data set (version 1.0 of the CIFAR "
+                "splits has wrong image ids: use version 1.1)"
             )
 
 
@@ -191,7 +199,7 @@ def csv_texts(place: Path) -> dict[str, str]:
 
     def put(name: str, content: bytes) -> None:
         if name in found:
-            raise ValueError(f"{place} holds {name} twice; give a folder with one of them")
+            raise ValueError(f"{place} has two files named {name}; give a folder with only one of them")
         try:
             found[name] = content.decode("utf-8-sig")
         except UnicodeDecodeError:
@@ -216,4 +224,4 @@ def csv_texts(place: Path) -> dict[str, str]:
 
 def _bounded(what: Path | str, size: int) -> None:
     if size > MAX_CSV_BYTES:
-        raise ValueError(f"{what} has {size:,} bytes, more than {MAX_CSV_BYTES:,}: that is no list of images")
+        raise ValueError(f"{what} has {size:,} bytes; a list of images may have at most {MAX_CSV_BYTES:,}")

@@ -44,7 +44,10 @@ def clients_by_dirichlet(drawing: Drawing, beta: float, rng: Generator) -> Parti
     clients, num_images = drawing.num_clients, len(drawing.classes)
     check_parameter(beta)
     if clients * LEAST_IMAGES > num_images:
-        raise ValueError(f"{clients} clients of {LEAST_IMAGES} images cannot be had of {num_images:,} images")
+        raise ValueError(
+            f"{num_images:,} images are not enough for {clients} clients with at least {LEAST_IMAGES} "
+            "images each: use fewer clients"
+        )
     for _ in range(MAX_TRIES):
         owner = np.empty(num_images, np.int64)
         sizes = np.zeros(clients, np.int64)
@@ -61,8 +64,8 @@ def clients_by_dirichlet(drawing: Drawing, beta: float, rng: Generator) -> Parti
             if sizes.min() >= LEAST_IMAGES:
                 return _of_owners(owner, clients)
     raise ValueError(
-        f"in {MAX_TRIES} tries no Dir({beta:g}) gave each of {clients} clients {LEAST_IMAGES} images: ask "
-        "for fewer clients or a larger parameter"
+        f"in {MAX_TRIES} tries, Dir({beta:g}) never gave each of {clients} clients {LEAST_IMAGES} "
+        "images: use fewer clients or a larger parameter"
     )
 
 
@@ -84,7 +87,9 @@ def clients_by_classes(
     """
     by_class = _rows_by_class(drawing.classes)
     if not 1 <= number <= len(by_class):
-        raise ValueError(f"{number} classes of a client cannot be had of {len(by_class)} classes")
+        raise ValueError(
+            f"clients cannot have {number} of {len(by_class)} classes: use a number from 1 to {len(by_class)}"
+        )
     owned: list[list[int]] = []
     for client in range(drawing.num_clients):
         mine = [client % len(by_class)]
@@ -97,7 +102,10 @@ def clients_by_classes(
     for k, rows in enumerate(by_class):
         owners = [client for client, mine in enumerate(owned) if k in mine]
         if len(owners) > len(rows):
-            raise ValueError(f"class {k} has {len(rows)} images for {len(owners)} clients: ask for fewer")
+            raise ValueError(
+                f"class {k} has {len(rows)} images, but {len(owners)} clients have this class: use "
+                "fewer clients or fewer classes for each client"
+            )
         rng.shuffle(rows)
         for client, part in zip(owners, np.array_split(rows, max(len(owners), 1))):
             owner[part] = client
@@ -134,7 +142,7 @@ def _classes_legacy(drawing: Drawing, number: float) -> PartitionIndex:
 def legacy_generator(seed: int) -> np.random.RandomState:
     """numpy's global generator after ``numpy.random.seed(seed)``; ValueError for a seed of 2^32 or more."""
     if seed >= 2**32:
-        raise ValueError(f"the seed is {seed}; numpy's legacy generator takes one below {2**32}")
+        raise ValueError(f"the seed is {seed}; partitions that end in -legacy need a seed below {2**32}")
     return np.random.RandomState(seed)
 
 

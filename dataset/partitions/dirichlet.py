@@ -64,7 +64,8 @@ def dirichlet_partition(
         raise ValueError(f"alpha is {alpha}; give a number from 0 to {MAX_NUMBER:g}")
     if num_clients < 1 or images_per_client < 1 or num_clients * images_per_client > len(classes):
         raise ValueError(
-            f"{num_clients} clients of {images_per_client} images cannot be had of {len(classes):,} images"
+            f"{len(classes):,} images are not enough for {num_clients} clients with {images_per_client} "
+            "images each: use fewer clients or fewer images for each client"
         )
     rng = np.random.default_rng([zlib.crc32(b"dirichlet partition"), seed])
     order = rng.permutation(len(classes))

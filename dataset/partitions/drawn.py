@@ -81,7 +81,7 @@ def drawn(name: str, *, numbered: bool = True, of_any: bool = False) -> Callable
 
     def decorate(drawer: Drawer) -> Drawer:
         if _DRAWERS.setdefault(name, drawer) is not drawer:
-            raise ValueError(f"there are two --partition {name}")
+            raise ValueError(f"there are two kinds of partition named {name}: rename one")
         registered_by[name] = module_in_execution()
         if not numbered:
             _WITHOUT_NUMBER.add(name)
@@ -156,11 +156,13 @@ def read_name(name: str) -> Recipe | None:
     except ValueError:
         return None
     if not 0 <= recipe.number <= MAX_NUMBER:
-        raise ValueError(f"partition {name}: its number is {found[2]}; give one from 0 to {MAX_NUMBER:g}")
+        raise ValueError(
+            f"partition {name}: its number is {found[2]}; give a number from 0 to {MAX_NUMBER:g}"
+        )
     if recipe.num_clients < 1 or recipe.seed >= 2**63:
         raise ValueError(f"partition {name}: give at least 1 client, and a seed below 2^63")
     if recipe.name != name:
-        raise ValueError(f"the partition {name} is called {recipe.name}: write it so")
+        raise ValueError(f"write the partition {name} as {recipe.name}")
     return recipe
 
 
@@ -173,11 +175,11 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
     """
     parts = [*filter(None, map(str.strip, text.split(",")))]
     if text and not parts:
-        raise ValueError(f"--{option} is {text!r}, which names none: leave it out")
+        raise ValueError(f"--{option} is {text!r}, which has only commas: leave it out")
     for part in parts:
         name, equals, written = (kind, "=", part) if kind else part.partition("=")
         if name not in drawers() or (name in _WITHOUT_NUMBER and equals):
-            known = f"any of {written_kinds()}, with commas between them"
+            known = f"one or more of {written_kinds()}, separated by commas"
             raise ValueError(f"--{option} is {text!r}: give {known}")
         try:
             number = 0.0 if name in _WITHOUT_NUMBER else float(written)
@@ -185,9 +187,9 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
             number = -1.0
         if not 0 <= number <= MAX_NUMBER:
             example = "0.3,1" if kind else f"{name}=1"
-            limit = f"from 0 on with commas between them: {example}"
+            limit = f"of at least 0, separated by commas, such as {example}"
             if number > MAX_NUMBER:
-                limit = f"up to {MAX_NUMBER:g}"
+                limit = f"of at most {MAX_NUMBER:g}"
             raise ValueError(f"--{option} is {text!r}; give numbers {limit}")
         yield name, abs(number)  # -0 is 0
 

@@ -34,7 +34,9 @@ def leaf_ids(latitudes: Sequence[float], longitudes: Sequence[float]) -> Ids:
     """
     for latitude, longitude in zip(latitudes, longitudes):
         if not (-90 <= latitude <= 90 and -180 <= longitude <= 180):
-            raise ValueError(f"there is no place at latitude {latitude}, longitude {longitude} (degrees)")
+            raise ValueError(
+                f"latitude {latitude}, longitude {longitude} is not a place on the earth (give degrees)"
+            )
     found = [s2cell.lat_lon_to_cell_id(lat, lon) for lat, lon in zip(latitudes, longitudes)]
     return np.array(found, np.uint64)
 
@@ -54,7 +56,7 @@ def geo_partition(leaves: Ids, max_images: int, min_share: float = MIN_SHARE) ->
         ValueError: for ``max_images`` below 1.
     """
     if max_images < 1:
-        raise ValueError(f"the largest number of images of a cell is {max_images}; give at least 1")
+        raise ValueError(f"a cell may have at most {max_images} images; give a number of at least 1")
     cells = ancestors(leaves, 0)
     undecided = np.ones(len(leaves), np.bool_)
     for level in range(1, LEAF_LEVEL + 1):
@@ -86,6 +88,9 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
         except ValueError:
             raise ValueError(f"{where} has no latitude and longitude in degrees") from None
         if not (-90 <= place[0] <= 90 and -180 <= place[1] <= 180):
-            raise ValueError(f"{where}: there is no place at latitude {place[0]}, longitude {place[1]}")
+            raise ValueError(
+                f"{where}: latitude {place[0]}, longitude {place[1]} is not a place on the earth (give "
+                "degrees)"
+            )
         found[row["image_id"]] = place
     return found

@@ -17,6 +17,6 @@ def iid(drawing: Drawing, _: float) -> PartitionIndex:
     """
     clients, num_images = drawing.num_clients, len(drawing.classes)
     if clients > num_images:
-        raise ValueError(f"{clients} clients cannot be had of {num_images:,} images")
+        raise ValueError(f"{num_images:,} images are not enough for {clients} clients: use fewer clients")
     order = np.random.default_rng(drawing.seed).permutation(num_images)
     return of_parts(np.array_split(order, clients))

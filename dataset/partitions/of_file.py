@@ -27,7 +27,7 @@ COPIED = 1 << 26
 
 MOST_ALIKE = 0.95
 """From this share of images of one class on, clients that are dealt by class differ in size alone."""
-LOWEST = "the class of an image with a mask or boxes is the lowest that it contains; background is none"
+LOWEST = "the class of an image with a mask or boxes is the lowest class number in it, except background"
 """The rule of `drawn_of` in words."""
 
 
@@ -82,8 +82,9 @@ def alike(file: DataFile, taxonomy: str) -> str | None:
         return None
     name = [*file.label_mapping(taxonomy)][counts.argmax()]
     return (
-        f"WARNING: {100 * counts.max() / counts.sum():.0f} % of the training images count as {name}, since "
-        f"{LOWEST}. A partition by class, such as lda, deals sizes only"
+        f"WARNING: {100 * counts.max() / counts.sum():.0f} % of the training images count as {name}, "
+        f"because {LOWEST}. With these images, a partition by class, such as lda, differs between "
+        "clients only in their sizes"
     )
 
 
@@ -104,14 +105,14 @@ def read_csv(file: DataFile, path: Path) -> PartitionIndex:
     users, rows = [], []
     for where, line in csv_rows(text, str(path), ("image_id", "user_id"), ("user_id",)):
         if line["image_id"] not in row_of:
-            raise ValueError(f"{where}: {file.path} has no training image {line['image_id']!r}")
+            raise ValueError(f"{where}: {line['image_id']!r} is not a training image of {file.path}")
         if not line["user_id"]:
-            raise ValueError(f"{where} has an empty user_id; write {NOBODY} for nobody")
+            raise ValueError(f"{where} has an empty user_id; write {NOBODY} if the image has no user")
         if line["user_id"] != NOBODY:
             users.append(line["user_id"])
             rows.append(row_of[line["image_id"]])
     if not users:
-        raise ValueError(f"{path} gives nobody an image")
+        raise ValueError(f"{path} gives no image to any user")
     return deal(users, np.array(rows, np.int64))
 
 
@@ -132,17 +133,23 @@ def write_with(
         OSError: if the disk is full.
     """
     if file.reader.content_sha256 is None:
-        raise ValueError(f"{file.path} is no file of ours: make one with download_preprocess first")
+        raise ValueError(
+            f"{file.path} is not in the HDF5 format of this project: make such a file with python -m "
+            "dataset.NAME.download_preprocess or python -m dataset.convert"
+        )
     for name in partitions:
         if not NAME.fullmatch(name):
-            raise ValueError(f"a partition cannot be called {name!r}: {BAD_NAME}")
+            raise ValueError(f"a partition cannot be named {name!r}: {BAD_NAME}")
     index = file.index()
     index = index.with_partitions({**index.splits[PARTITIONED].partitions, **partitions})
     check_index(index)
     provenance = {**index.provenance, "drawn": {**index.provenance.get("drawn", {}), **drawn}}
     size = file.path.stat().st_size
     if size > free(output.parent):
-        raise OSError(f"{size / 1e9:.2f} GB for {output} are needed: free some or choose another disk")
+        raise OSError(
+            f"{output} needs {size / 1e9:.2f} GB, but the disk has less free: free some space or choose "
+            "another disk"
+        )
     with replacing(output) as temporary:
         with (
             file.path.open("rb") as original,

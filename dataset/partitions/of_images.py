@@ -39,12 +39,12 @@ def most_frequent(drawing: Drawing, _: float) -> PartitionIndex:
         counts = np.bincount(matrix.indices[here], minlength=matrix.num_labels)
         if not counts.any():
             raise ValueError(
-                f"no image with an object is left for client {client} of {clients}: ask for fewer"
+                f"no image with an object is left for client {client} of {clients}: use fewer clients"
             )
         given = owner_of[here & (matrix.indices == counts.argmax())]
         client_of[given], left[given] = client, False
     if not left.any():
-        raise ValueError(f"no image is left for client {clients - 1} of {clients}: ask for fewer")
+        raise ValueError(f"no image is left for client {clients - 1} of {clients}: use fewer clients")
     return of_parts([np.flatnonzero(client_of == client) for client in range(clients)])
 
 
@@ -65,8 +65,8 @@ def windows(drawing: Drawing, _: float) -> PartitionIndex:
     users = sorted(rows_of)
     if not len(users) <= clients <= len(images.ids):
         raise ValueError(
-            f"{clients} windows, each of one user, cannot be had of {len(images.ids):,} images of "
-            f"{len(users):,} users: ask for at least one for each user, and at most one for each image"
+            f"{clients} clients cannot have one window of images each: use at least {len(users):,}, the "
+            f"number of users, and at most {len(images.ids):,}, the number of images"
         )
     cuts = dict.fromkeys(users, 1)
     largest = [(-float(len(rows_of[user])), user) for user in users]
@@ -92,6 +92,7 @@ def _natural(image_id: str) -> list[tuple[int, str]]:
 def _known(drawing: Drawing, kind: str) -> Images:
     if drawing.images is None:
         raise ValueError(
-            f"{kind} is of a file's images: make the file, then call python -m dataset.partitions"
+            f"{kind} needs the images of a file: make the file first, then run python -m "
+            "dataset.partitions FILE"
         )
     return drawing.images

@@ -35,7 +35,8 @@ def pfl_dirichlet(drawing: Drawing, alpha: float) -> PartitionIndex:
     check_parameter(alpha)
     if each < 1 or drawing.num_clients * each > len(classes):
         raise ValueError(
-            f"{drawing.num_clients} clients of {each} images cannot be had of {len(classes):,} images"
+            f"{len(classes):,} images are not enough for {drawing.num_clients} clients with {each} "
+            "images each: use fewer clients"
         )
     rng = legacy_generator(drawing.seed)
     order = rng.permutation(len(classes))
@@ -44,7 +45,7 @@ def pfl_dirichlet(drawing: Drawing, alpha: float) -> PartitionIndex:
     for _ in range(drawing.num_clients):
         p = rng.dirichlet([alpha] * len(left))
         if not np.isfinite(p).all():
-            raise ValueError(f"Dir({alpha:g}) is beyond float64: give a larger number")
+            raise ValueError(f"Dir({alpha:g}) is too small for float64: give a larger number")
         bounds = np.cumsum(p)
         bounds[-1] = 1.0
         part: list[int] = []

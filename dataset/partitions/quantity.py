@@ -26,7 +26,10 @@ def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
     clients, num_images = drawing.num_clients, len(drawing.classes)
     check_parameter(beta)
     if clients * LEAST_IMAGES > num_images:
-        raise ValueError(f"{clients} clients of {LEAST_IMAGES} images cannot be had of {num_images:,} images")
+        raise ValueError(
+            f"{num_images:,} images are not enough for {clients} clients with at least {LEAST_IMAGES} "
+            "images each: use fewer clients"
+        )
     rng = np.random.default_rng(drawing.seed)
     order = rng.permutation(num_images)
     for _ in range(MAX_TRIES):
@@ -34,8 +37,8 @@ def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
         if min(map(len, parts)) >= LEAST_IMAGES:
             return of_parts(parts)
     raise ValueError(
-        f"in {MAX_TRIES} tries no Dir({beta:g}) gave each of {clients} clients {LEAST_IMAGES} images: ask "
-        "for fewer clients or a larger parameter"
+        f"in {MAX_TRIES} tries, Dir({beta:g}) never gave each of {clients} clients {LEAST_IMAGES} "
+        "images: use fewer clients or a larger parameter"
     )
 
 
@@ -57,8 +60,8 @@ def _in_proportion(drawing: Drawing, sizes: FloatArray) -> PartitionIndex:
     if not all(map(len, parts)):
         few = min(range(len(parts)), key=lambda client: len(parts[client]))
         raise ValueError(
-            f"client {few} of {len(parts)} would have no image of the {len(order):,}: ask for fewer "
-            "clients or for sizes that differ less"
+            f"client {few} of {len(parts)} would get none of the {len(order):,} images: use fewer "
+            "clients, or sizes that differ less"
         )
     return of_parts(parts)
 

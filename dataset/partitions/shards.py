@@ -24,7 +24,10 @@ def shards(drawing: Drawing, number: float) -> PartitionIndex:
     each, num_images = whole(number, "shards"), len(drawing.classes)
     total = each * drawing.num_clients
     if total > num_images:
-        raise ValueError(f"{total} shards cannot be had of {num_images:,} images")
+        raise ValueError(
+            f"{num_images:,} images are not enough for {total} shards: use fewer clients or fewer "
+            "shards for each client"
+        )
     rng = np.random.default_rng(drawing.seed)
     mixed = rng.permutation(num_images)
     ordered = mixed[np.argsort(drawing.classes[mixed], kind="stable")]

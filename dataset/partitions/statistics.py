@@ -127,8 +127,8 @@ def measure(
     ways += [(plain, split) for split in file.splits if file.split(split).num_users > 1]
     if not ways:
         raise ValueError(
-            f"{file.path} has no partition, and one user in each split: there is nothing to compare; "
-            "--partition draws one"
+            f"{file.path} has no partition and one user in each split, so there is nothing to compare; "
+            "add --partition NAME to draw one"
         )
     return [_measured(*way) for way in ways]
 
@@ -199,14 +199,18 @@ def as_text(rows: Sequence[Statistics]) -> str:
     lines = [tabulate(table, "keys", tablefmt="plain", disable_numparse=True), MEANING]
     lines += [f"{row.name}: {row.convention}" for row in rows if row.convention]
     lines += [
-        f"{row.split} dealt by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "
-        f"images are left out, as they have no class in {row.taxonomy}, or several labels"
+        (
+            f"{row.split} by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "
+            f"images are left out, because they have no class or several labels in {row.taxonomy}"
+        )
         for row in rows
         if row.images_left_out
     ]
     lines += [
-        f"{row.split} dealt by {row.name}: {row.images_of_nobody:,} of "
-        f"{row.images + row.images_left_out + row.images_of_nobody:,} images belong to no client"
+        (
+            f"{row.split} by {row.name}: {row.images_of_nobody:,} of "
+            f"{row.images + row.images_left_out + row.images_of_nobody:,} images belong to no client"
+        )
         for row in rows
         if row.images_of_nobody
     ]

@@ -32,7 +32,7 @@ def byte_matrix(content: bytes, variable: str, field: str) -> ByteArray:
     orders: dict[bytes, Order] = {b"IM": "little", b"MI": "big"}
     order = orders.get(content[HEADER - 2 : HEADER])
     if order is None:
-        raise ValueError("it is no MATLAB file of level 5")
+        raise ValueError("it is not a MATLAB file of level 5")
     left = MAX_BYTES
     for kind, data in _elements(content[HEADER:], order):
         if kind == _COMPRESSED:
@@ -41,7 +41,7 @@ def byte_matrix(content: bytes, variable: str, field: str) -> ByteArray:
             kind, data = next(_elements(data, order), (0, b""))
         if kind == _MATRIX and (found := _Array(data, order)).name == variable.encode():
             return found.field(field.encode()).bytes()
-    raise ValueError(f"it holds no variable {variable}")
+    raise ValueError(f"it has no variable {variable}")
 
 
 class _Array:
@@ -57,7 +57,7 @@ class _Array:
     def field(self, name: bytes) -> _Array:
         """A field of the struct's first element."""
         if self.kind != _STRUCT_CLASS:
-            raise ValueError("its variable is no struct")
+            raise ValueError("its variable is not a struct")
         length = int.from_bytes(next(self._parts, (0, b""))[1], self._order)
         text = next(self._parts, (0, b""))[1]
         names = [text[at : at + length].rstrip(b"\0") for at in range(0, len(text), max(length, 1))]
@@ -71,7 +71,7 @@ class _Array:
         kind, data = next(self._parts, (0, b""))
         height, width = self.shape if len(self.shape) == 2 else (0, 0)
         if (self.kind, kind) != (_UINT8_CLASS, _UINT8) or not data or len(data) != height * width:
-            raise ValueError("its field is no matrix of bytes")
+            raise ValueError("its field is not a matrix of bytes")
         return np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(width, height).T)
 
 
@@ -86,7 +86,7 @@ def _elements(data: bytes, order: Order) -> Iterator[tuple[int, bytes]]:
             kind, start = word, at + 8
             end = start + (size if kind == _COMPRESSED else -(-size // 8) * 8)
         if start + size > len(data) or start + size > end:
-            raise ValueError("it is cut off, or an element is longer than it can be")
+            raise ValueError("it is cut off, or an element has a wrong length")
         yield kind, data[start : start + size]
         at = end
 
@@ -98,7 +98,7 @@ def _decompressed(data: bytes, most: int) -> bytes:
     except zlib.error as error:
         raise ValueError(f"it cannot be decompressed ({error})") from None
     if len(out) > most:
-        raise ValueError(f"it has more than {MAX_BYTES:,} bytes when it is decompressed")
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes after decompression")
     if not stream.eof:
         raise ValueError("it is cut off")
     return out

@@ -60,7 +60,7 @@ def mask_png(content: bytes, origin: str) -> bytes:
     try:
         mask = byte_matrix(content, "GTcls", "Segmentation")
     except ValueError as error:
-        raise ValueError(f"{origin} holds no GTcls.Segmentation ({error})") from None
+        raise ValueError(f"{origin} has no GTcls.Segmentation ({error})") from None
     buffer = io.BytesIO()
     Image.fromarray(mask).save(buffer, "PNG")
     return buffer.getvalue()

@@ -33,8 +33,9 @@ class AnnotatedView(SingleLabelView):
             if not isinstance(annotations[self.taxonomy], self.kind):
                 known = [other for other, found in annotations.items() if isinstance(found, self.kind)]
                 raise ValueError(
-                    f"{self.taxonomy} of {self.file.path} holds no {KINDS[self.kind.kind]}, and this needs "
-                    f"{self.purpose}: choose {' or '.join(known) or 'another file'}"
+                    f"{self.taxonomy} of {self.file.path} has no {KINDS[self.kind.kind]}, but this task "
+                    f"needs {self.purpose}: set data.taxonomy to "
+                    f"{' or '.join(known) or 'that of another file'}"
                 )
 
     def _usable(self, file_split: str) -> BoolArray:

@@ -96,7 +96,7 @@ def build_index(
     names, codes = _coded(table["partition"])
     for code in sorted(set(names) - set(SPLITS)):
         record = int(np.flatnonzero(codes == names.index(code))[0])
-        raise ValueError(f"{whose(record)} is in partition {code!r}; there are {', '.join(SPLITS)}")
+        raise ValueError(f"{whose(record)} is in partition {code!r}; it must be one of {', '.join(SPLITS)}")
     _refuse_twice(ids["image_id"], codes if ids_are_positions else np.zeros_like(codes), keep, whose)
     columns = {
         name: _annotation(table[name], kind, keep, name, vocabulary.get(name), whose)
@@ -131,9 +131,11 @@ def _ids(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
     """Strings as a fixed-width byte array, chunk by chunk: few Python objects at a time."""
     width = pc.max(pc.binary_length(column)).as_py() or 1
     if width > MAX_ID_BYTES:
-        raise ValueError(f"an id has {width:,} bytes, more than {MAX_ID_BYTES}; is this a column of ids?")
+        raise ValueError(
+            f"an id has {width:,} bytes, more than {MAX_ID_BYTES}: check that this column has ids"
+        )
     if pc.any(pc.match_substring(column, "\0")).as_py():  # at its end it would be lost, and two users be one
-        raise ValueError("an id holds the character 0; is this a column of ids?")
+        raise ValueError("an id has the character with the code 0: check that this column has ids")
     ids, done = np.zeros(len(column), f"S{width}"), 0
     for chunk in column.cast(pa.binary()).chunks:
         ids[done : done + len(chunk)] = chunk.to_pylist()
@@ -155,7 +157,10 @@ def _refuse_twice(image_ids: npt.NDArray[np.bytes_], scope: IntArray, keep: Bool
     twice = np.flatnonzero(same)
     if len(twice):
         first, second = (whose(int(order[twice[0] + step])) for step in (0, 1))
-        raise ValueError(f"{first} comes a second time ({second}); does the source hold a shard twice?")
+        raise ValueError(
+            f"{first} is there twice (also as {second}): check that the source does not have the same "
+            "part twice"
+        )
 
 
 def _annotation(

@@ -87,12 +87,15 @@ class FeatureColumn:
         """
         assert features.shape == (len(self.rows_of(block)), self._width)
         if not np.isfinite(features).all():
-            raise ValueError("the frozen layers give numbers that are not finite: are these weights damaged?")
+            raise ValueError(
+                "the frozen layers compute numbers that are not finite: check that the weights are not "
+                "damaged"
+            )
         largest, end = float(np.abs(features).max(initial=0)), float(np.finfo(self._kind).max)
         if largest > end:
             raise ValueError(
-                f"the frozen layers give numbers of up to {largest:.6g}, and model.feature_format "
-                f"{self._kind.name} ends at {end:.6g}: set it to {FULL}"
+                f"the frozen layers compute numbers of up to {largest:.6g}, but model.feature_format "
+                f"{self._kind.name} has a maximum of {end:.6g}: set it to {FULL}"
             )
         content = np.ascontiguousarray(features, self._kind).tobytes()
         with written(self._numbers):
@@ -193,8 +196,8 @@ class FeatureCache:
         need = sum(self._columns[name].num_bytes_of(block) for name, block in blocks)
         if blocks and (room := free(self.folder)) < need:
             raise ValueError(
-                f"the features need {need / 1e9:.2g} GB in {self.folder}, where {room / 1e9:.2g} are free: "
-                "make room, or set runtime.cache_features to false"
+                f"the features need {need / 1e9:.2g} GB in {self.folder}, but only {room / 1e9:.2g} GB "
+                "are free: free some space, or set runtime.cache_features to false"
             )
         if blocks:
             write_json(self.folder / "about.json", self._about)

@@ -59,7 +59,7 @@ class ForeignReader:
         with opened(path) as file:
             self.splits = tuple(split for split in SPLITS if len(file.get(split, ())))
             if not self.splits:
-                raise ValueError(f"{path} holds no images")
+                raise ValueError(f"{path} has no images")
             first = next(iter(file[self.splits[0]].values()))
             self.grouped = "images" in first
             self._coordinates = "labels_row" in first
@@ -71,7 +71,7 @@ class ForeignReader:
                 mapping = {name: column for column, name in enumerate(sorted(values))}
                 in_file = sorted(values, key=values.__getitem__)
                 if self._coordinates and [values[name] for name in in_file] != list(range(len(values))):
-                    raise ValueError(f"the mapping of {taxonomy} does not number its names from 0")
+                    raise ValueError(f"the mapping of {taxonomy} does not number its names 0, 1, 2, ...")
                 self.label_mappings[taxonomy] = mapping
                 self._to_column[taxonomy] = np.array([mapping[name] for name in in_file], np.int64)
         maker = "pfl-research" if self._coordinates or present.endswith("mapping") else "ml-flair"
@@ -124,14 +124,17 @@ class ForeignReader:
         if not self._coordinates:
             joined = np.atleast_1d(dataset(part, taxonomy)[()])
             if len(joined) != count:
-                raise ValueError(f"{whose} has {count} images but {taxonomy} of {len(joined)}")
+                raise ValueError(f"{whose} has {count} images, but {taxonomy} of {len(joined)} images")
             return self._named_pairs(joined.tolist(), taxonomy, whose, start)
         rows, columns = (dataset(part, f"{taxonomy}_{leaf}")[()].astype(np.int64) for leaf in ("row", "col"))
         lookup = self._to_column[taxonomy]
         if rows.ndim != 1 or rows.shape != columns.shape:
-            raise ValueError(f"{whose} has {taxonomy} of shapes {rows.shape} and {columns.shape}")
+            raise ValueError(
+                f"{whose} has {taxonomy} of the shapes {rows.shape} and {columns.shape}, which must be "
+                "the same"
+            )
         if (rows >= count).any() or (columns >= len(lookup)).any() or (np.minimum(rows, columns) < 0).any():
-            raise ValueError(f"{whose} has {taxonomy} out of range")
+            raise ValueError(f"{whose} has numbers in {taxonomy} that are out of range")
         return np.stack([start + rows, lookup[columns]], axis=1)
 
     def _named_pairs(self, joined: Sequence[bytes | str], taxonomy: str, whose: str, start: int) -> IntArray:
@@ -139,7 +142,9 @@ class ForeignReader:
         for row, text in enumerate(joined, start):
             for name in filter(None, _text(text).split(_DELIMITER)):
                 if name not in mapping:
-                    raise ValueError(f"{whose} has the label {name!r}, unknown to the mapping of {taxonomy}")
+                    raise ValueError(
+                        f"{whose} has the label {name!r}, which is not in the mapping of {taxonomy}"
+                    )
                 pairs.append((row, mapping[name]))
         return np.array(pairs, np.int64).reshape(-1, 2)
 
@@ -182,14 +187,14 @@ def _numbers(text: bytes | str) -> dict[str, int]:
             return values
     except (ValueError, TypeError, RecursionError):
         pass
-    raise ValueError("its metadata are no JSON of numbers by label")
+    raise ValueError("its metadata are not a JSON mapping from labels to numbers")
 
 
 def _image_ids(part: h5py.Group, user: str) -> npt.NDArray[np.bytes_]:
     """The ids of a user's images, whose number is checked against the images' shape."""
     ids, images = dataset(part, "image_ids")[()], dataset(part, "images")
     if ids.dtype.kind != "S" or ids.ndim != 1:
-        raise ValueError(f"user {user} has image_ids that are no text")
+        raise ValueError(f"user {user} has image_ids that are not text")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[::3] != (len(ids), 3):
         raise ValueError(f"user {user} has images of shape {images.shape} for {len(ids)} ids")
     return np.asarray(ids)

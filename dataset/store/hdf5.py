@@ -132,7 +132,7 @@ class DataFile:
         """Class name -> class number of an annotation, in the order of the numbers."""
         if taxonomy not in self.reader.label_mappings:
             known = ", ".join(self.reader.label_mappings) or "none"
-            raise ValueError(f"{taxonomy!r} is not an annotation of {self.path}; there are {known}")
+            raise ValueError(f"{self.path} has no annotation {taxonomy!r}; it has {known}")
         return dict(self.reader.label_mappings[taxonomy])
 
     def split(self, name: str) -> SplitIndex:
@@ -201,7 +201,7 @@ class DataFile:
             for row, image in zip(rows, stored):
                 if zlib.crc32(image) != checksums[row]:
                     with self._named(split, row):
-                        raise ValueError("it does not agree with its checksum")
+                        raise ValueError("it does not match its checksum")
         return stored
 
     def read_masks(self, split: str, rows: IntArray, name: str, side: int) -> ByteArray:
@@ -262,4 +262,7 @@ def _reader(path: Path) -> NativeReader | ForeignReader:
             return NativeReader(path)
         if is_foreign(file):
             return ForeignReader(path)
-    raise ValueError(f"{path} is HDF5, but has none of the layouts that are known here")
+    raise ValueError(
+        f"{path} is an HDF5 file, but in no format that can be read here: if it is from TensorFlow "
+        "Federated, convert it with python -m dataset.convert tff"
+    )

@@ -57,7 +57,7 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
         if marker in _FRAMES:
             size = int.from_bytes(data[at + 3 : at + 5], "big"), int.from_bytes(data[at + 1 : at + 3], "big")
     if size is None or 0 in size:
-        raise ValueError("its JPEG header gives no size")
+        raise ValueError("its JPEG header has no size")
     if data.rfind(_END) < scan:
         raise ValueError("it is cut off (no JPEG end marker)")
     _refuse_bomb(*size, data)
@@ -226,7 +226,7 @@ class Transcoding:
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 100:
-            raise ValueError(f"--jpeg_quality is {self.quality}; give a number from 1 to 100")
+            raise ValueError(f"--jpeg_quality is {self.quality}; give a whole number from 1 to 100")
 
 
 def other_format(data: bytes | memoryview) -> str | None:
@@ -278,7 +278,7 @@ def to_pixels(data: bytes | memoryview, background: Background, upright: bool = 
         return np.asarray(Image.fromarray(pixels).transpose(turn)), f"{note}, turned upright"
     name = other_format(data)
     if name is None:
-        raise ValueError("it is none of JPEG, PNG, WebP, GIF, BMP and TIFF" if data else "it is empty")
+        raise ValueError("it is not a JPEG, PNG, WebP, GIF, BMP or TIFF image" if data else "it is empty")
     data = bytes(data)
     try:
         with Image.open(io.BytesIO(data), formats=[name]) as image:
@@ -290,7 +290,7 @@ def to_pixels(data: bytes | memoryview, background: Background, upright: bool = 
                 note += ", its first frame"
                 image.seek(0)
             if name == "TIFF" and image.mode in ("I", "F"):
-                raise ValueError("its numbers have 32 bits, and no known range: save it with 8 or 16")
+                raise ValueError("its pixels have 32 bits and an unknown range: save it with 8 or 16 bits")
             if image.mode.startswith("I"):  # 16 bits of grey
                 levels = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
                 return np.repeat(levels[:, :, None], 3, axis=2), note
@@ -315,5 +315,5 @@ def to_jpeg(data: bytes | memoryview, transcoding: Transcoding) -> tuple[bytes, 
     try:
         Image.fromarray(pixels).save(buffer, "JPEG", quality=transcoding.quality, subsampling=0)
     except (OSError, ValueError) as error:  # a side of more than 65,500 pixels
-        raise ValueError(f"it cannot be made a JPEG ({' '.join(str(error).split())})") from None
+        raise ValueError(f"it cannot be converted to JPEG ({' '.join(str(error).split())})") from None
     return buffer.getvalue(), note

@@ -228,7 +228,7 @@ def _check_partition(name: str, partition: PartitionIndex, images: int, ids: boo
     if not within(partition.rows, images):
         raise ValueError(f"a row is out of range (0..{images - 1})")
     if np.bincount(partition.rows).max() > 1:
-        raise ValueError("it deals an image twice")
+        raise ValueError("it gives an image to two clients")
 
 
 def _check_ids(what: str, column: Sequence[str]) -> None:
@@ -238,7 +238,7 @@ def _check_ids(what: str, column: Sequence[str]) -> None:
             try:
                 one.decode()
             except UnicodeDecodeError:
-                raise ValueError(f"a {what} has the id {one!r}, which is no UTF-8") from None
+                raise ValueError(f"a {what} has the id {one!r}, which is not UTF-8") from None
     ordered = np.sort(raw)
     if len(ordered) and not ordered[0]:
         raise ValueError(f"a {what} has an empty id")

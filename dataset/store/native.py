@@ -47,7 +47,7 @@ StoredImages = Sequence[memoryview | ByteArray] | ByteArray
 
 def damaged(path: Path | str, what: object, state: str = "damaged: ") -> ValueError:
     """The error for a file whose content is damaged, and what to do about it."""
-    remedy = "make it again with its data set's download_preprocess command"
+    remedy = "make it again with the command that made it (download_preprocess or dataset.convert)"
     return ValueError(f"{path} is {state}{' '.join(str(what).split())}; {remedy}")
 
 
@@ -55,7 +55,10 @@ def damaged(path: Path | str, what: object, state: str = "damaged: ") -> ValueEr
 def opened(path: Path | str) -> Iterator[h5py.File]:
     """Open an HDF5 file. Errors of the library and the block become one ValueError that names the file."""
     if not Path(path).is_file():
-        raise ValueError(f"no file {path}; make one with python -m dataset.NAME.download_preprocess")
+        raise ValueError(
+            f"there is no file {path}; make it with python -m dataset.NAME.download_preprocess or "
+            "python -m dataset.convert"
+        )
     try:
         with h5py.File(path) as file:
             yield file
@@ -68,9 +71,9 @@ def opened(path: Path | str) -> Iterator[h5py.File]:
         if "file signature not found" in text:
             raise ValueError(f"{path} is not an HDF5 file") from None
         if "Permission denied" in text:
-            raise ValueError(f"{path} may not be read (permission denied)") from None
+            raise ValueError(f"{path} cannot be read: you do not have the permission") from None
         if "truncated" in text:
-            raise damaged(path, "(it was not copied whole)", "truncated ") from None
+            raise damaged(path, "(the copy is incomplete)", "truncated ") from None
         raise damaged(path, text[:160]) from None
 
 
@@ -85,12 +88,12 @@ def member(group: h5py.Group, name: str) -> Any:
         if not isinstance(here, h5py.Group):
             raise ValueError(f"{where} is missing")
         if isinstance(here.get(part, getlink=True), h5py.ExternalLink):
-            raise ValueError(f"{where} lies in another file")
+            raise ValueError(f"{where} is in another file")
         if part not in here:
             raise ValueError(f"{where} is missing")
         here = here[part]
         if h5py.h5f.get_name(here.id) != h5py.h5f.get_name(group.id):  # by a soft link to an external one
-            raise ValueError(f"{where} lies in another file")
+            raise ValueError(f"{where} is in another file")
     return here
 
 
@@ -103,12 +106,12 @@ def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
     """
     here, where = member(group, name), f"{group.name}/{name}".strip("/")
     if not isinstance(here, h5py.Dataset) or here.shape is None:
-        raise ValueError(f"{where} holds no data")
+        raise ValueError(f"{where} has no data")
     if here.external or here.is_virtual:
-        raise ValueError(f"{where} keeps its data in other files")
+        raise ValueError(f"{where} has its data in other files")
     stored = here.id.get_storage_size()
     if here.nbytes > 1100 * stored + (1 << 16):
-        raise ValueError(f"{where} declares {here.nbytes:,} bytes and holds {stored:,}")
+        raise ValueError(f"{where} declares {here.nbytes:,} bytes but has {stored:,}")
     return here
 
 
@@ -125,7 +128,7 @@ def column(group: h5py.Group, name: str) -> npt.NDArray[Any]:
 def check_sum(data: h5py.Dataset, content: npt.NDArray[Any]) -> None:
     """Raise ValueError if the content of a data set does not agree with its checksum."""
     if data.attrs.get("sha256") != checksum(content):
-        raise ValueError(f"{data.name.strip('/')} does not agree with its checksum")
+        raise ValueError(f"{data.name.strip('/')} does not match its checksum")
 
 
 def _annotations(content: Any) -> tuple[dict[str, Kind], dict[str, dict[str, int]]]:
@@ -179,7 +182,7 @@ def partition_names(group: h5py.Group) -> list[str]:
     if link is None:
         return []
     if isinstance(link, h5py.ExternalLink) or not isinstance(group[PARTITIONS], h5py.Group):
-        raise ValueError(f"{PARTITIONS} is no group of it")
+        raise ValueError(f"{PARTITIONS} is not an HDF5 group")
     return sorted(group[PARTITIONS])
 
 
@@ -192,7 +195,7 @@ def _group(file: h5py.File, name: str) -> h5py.Group:
     """A group of an untrusted file; ValueError if it is none."""
     found = member(file, name)
     if not isinstance(found, h5py.Group):
-        raise ValueError(f"{name} is no group")
+        raise ValueError(f"{name} is not an HDF5 group")
     return found
 
 
@@ -242,8 +245,8 @@ class NativeReader:
             self.version = int(file.attrs["schema_version"])
             if self.version > SCHEMA_VERSION:
                 raise ValueError(
-                    f"{path} has schema version {self.version}, newer than {SCHEMA_VERSION}, the newest that "
-                    "this version of the code reads; update the code"
+                    f"{path} has schema version {self.version}, but this version of the code reads only "
+                    f"up to {SCHEMA_VERSION}: update the code"
                 )
             self.storage: Storage = "raw" if file.attrs["storage"] == "raw" else "jpeg"
             self.grouped = bool(file.attrs["grouped"])
@@ -259,7 +262,7 @@ class NativeReader:
             self.provenance: dict[str, Any] = read_json(file, "provenance")
             for content in (*self.label_mappings.values(), self.provenance):
                 if not isinstance(content, dict):
-                    raise ValueError("its metadata are no JSON objects")
+                    raise ValueError("its metadata are not JSON objects")
             self._sized = any("image_sizes" in file[name] for name in self.splits)
             images = {name: dataset(file, f"{name}/images") for name in self.splits}
             self._data_at = {name: data.id.get_offset() or 0 for name, data in images.items()}

@@ -187,7 +187,7 @@ def _check_columns(file: h5py.File, reader: NativeReader | ForeignReader) -> Non
 def _check_content(file: h5py.File, reader: NativeReader | ForeignReader) -> None:
     """Raise ValueError for a file of ours whose checksums of columns are not those that it was made with."""
     if isinstance(reader, NativeReader) and reader.content_sha256 != content_checksum(file):
-        raise ValueError("its content checksum does not agree")
+        raise ValueError("its content does not match its checksum")
 
 
 def _check_images(content: h5py.File, file: DataFile, name: str) -> None:
@@ -200,7 +200,7 @@ def _check_images(content: h5py.File, file: DataFile, name: str) -> None:
 
     def fault_of(row: int, image: Any) -> str | None:
         if zlib.crc32(image) != crc[row]:
-            return "it does not agree with its checksum"
+            return "it does not match its checksum"
         for mask in masks:
             assert index.image_sizes is not None
             height, width = index.image_sizes[row].tolist()

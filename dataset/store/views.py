@@ -163,7 +163,7 @@ class _View:
     def _refuse_ungrouped(self) -> None:
         if not self.file.grouped:
             raise ValueError(
-                f"{self.file.path} is not grouped by user: preprocess without --not_group_data_by_user"
+                f"{self.file.path} is not grouped by user: make it again without --not_group_data_by_user"
             )
 
     def _labels(self, split: str) -> LabelMatrix:
@@ -177,8 +177,8 @@ class _View:
         if isinstance(found, LabelMatrix):
             return found
         raise ValueError(
-            f"{self.taxonomy} of {self.file.path} holds {KINDS[found.kind]}; this needs a class, or a set of "
-            "labels, for each image"
+            f"{self.taxonomy} of {self.file.path} has {KINDS[found.kind]}, but this task needs a class "
+            "or a set of labels for each image: choose another data.taxonomy or another file"
         )
 
 
@@ -206,7 +206,8 @@ class LabelSetView(_View):
             first = next(iter(self.file.annotation_names), None)
             known = ", ".join(self.file.label_mapping(first)) if first else "none"
             raise ValueError(
-                f"the label {self.binary_label!r} is in neither taxonomy of this file; coarse labels: {known}"
+                f"the label {self.binary_label!r} is in neither taxonomy of this file; its coarse "
+                f"labels are {known}"
             )
 
     @property
@@ -284,15 +285,13 @@ class SingleLabelView(_View):
         self.file.label_mapping(self.taxonomy)
         names = self.partition_names
         if self.dealt is None and self.partition is not None and known_as(self.partition, names) not in names:
-            known = ", ".join(self.partition_names) or "none, only users of its own (partition none)"
-            known += ", and drawn ones, such as lda-0.1-clients-100-seed-0"
-            raise ValueError(f"{self.file.path} has no partition {self.partition!r}; there are {known}")
+            known = ", ".join(self.partition_names) or "none, only its own users (partition none)"
+            known += ", and names of partitions to draw, such as lda-0.1-clients-100-seed-0"
+            raise ValueError(f"{self.file.path} has no partition {self.partition!r}; it has {known}")
         if not 0 <= self.val_share < 1:
-            raise ValueError(f"val_share is {self.val_share}; give a number from 0 to below 1")
+            raise ValueError(f"val_share is {self.val_share}; give a number of at least 0 and below 1")
         if self.val_share and CARVED in self.file.splits:
-            raise ValueError(
-                f"{self.file.path} has a split {CARVED!r} of its own: set val_share to 0, which uses it"
-            )
+            raise ValueError(f"{self.file.path} already has a split {CARVED!r}: set val_share to 0 to use it")
 
     @cached_property
     def splits(self) -> tuple[str, ...]:

@@ -134,8 +134,8 @@ class DataWriter:
         need = sum(int(places[-1]) for places in self._places.values()) + index_bytes + _SLACK
         if free < need:
             raise OSError(
-                f"no space left on the disk of {self._path}: {(need - free) / 1e9:.2f} GB are missing; "
-                "free some or choose another disk"
+                f"there is not enough space on the disk of {self._path}: {(need - free) / 1e9:.2f} GB "
+                "more are needed; free some space or choose another disk"
             ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._create()
         self._descriptor = os.open(self._temporary, os.O_RDWR)
@@ -353,8 +353,11 @@ def _disk_errors(path: Path, journal: Journal | None) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            kept = "nothing of it was kept: free some or choose another disk"
+            kept = "nothing was kept: free some space or choose another disk"
             if journal and error.errno in FULL:
-                kept = f"what was done is kept in {journal.folder}: free some, and the same command goes on"
-            raise OSError(f"no space left on the disk while {path} was written; {kept}") from error
+                kept = (
+                    f"the finished part is kept in {journal.folder}: free some space, then run the same "
+                    "command again to continue"
+                )
+            raise OSError(f"the disk is full, so {path} could not be written; {kept}") from error
         raise

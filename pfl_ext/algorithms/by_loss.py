@@ -46,8 +46,10 @@ class ByLoss(ServerModelAlgorithm):
 
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
-        "replacement": "users are trained one by one, and a user that is drawn twice would bring the same "
-        "batches twice: set federated.replacement to false",
+        "replacement": (
+            "users are trained one by one, and a user that is drawn twice would use the same batches "
+            "twice: set federated.replacement to false"
+        ),
     }
     idle: ClassVar[str] = "federated.reweight federated.max_importance"
 

@@ -117,24 +117,27 @@ class ClosedForm(Algorithm[Sums]):
         path, head = head_of(backbone)
         trained = {name for name, p in backbone.named_parameters() if p.requires_grad}
         if not isinstance(head, nn.Linear):
-            raise ValueError(f"{name} computes a last linear layer, and this network ends in a convolution")
+            raise ValueError(
+                f"{name} computes a last linear layer, but this network ends in a convolution: choose "
+                "another model.arch or federated.algorithm"
+            )
         if trained != {f"{path}.{name}" for name, _ in head.named_parameters()}:
-            raise ValueError(f"{name} computes the last layer alone: set model.trained to head")
+            raise ValueError(f"{name} computes only the last layer: set model.trained to head")
         refuse_beyond_memory(
             cls.square_matrices * WIDE * head.in_features**2,
             f"{name} solves for a layer of {head.in_features:,} features",
-            "choose federated.algorithm fedncm, or fewer model.random_features if they are given",
+            "choose federated.algorithm fedncm, or lower model.random_features if it is set",
         )
         rounds = math.ceil(setup.users.num_users / setup.cohort_size)
         if setup.private and rounds > 1:
             raise ValueError(
-                f"private {name} adds its noise once, to the sum over all users: set federated.num_rounds "
-                f"to 1 and federated.cohort_size to {setup.users.num_users}"
+                f"private {name} adds its noise only once, to the sum over all users: set "
+                f"federated.num_rounds to 1 and federated.cohort_size to {setup.users.num_users}"
             )
         if setup.num_rounds != rounds:
             raise ValueError(
-                f"{name} asks each of {setup.users.num_users} users once, {setup.cohort_size} in a round: "
-                f"set federated.num_rounds to {rounds}"
+                f"{name} needs each of the {setup.users.num_users} users exactly once, with "
+                f"{setup.cohort_size} in a round: set federated.num_rounds to {rounds}"
             )
 
     @abstractmethod

@@ -114,8 +114,9 @@ class WithControls(OnPfl):
         state, most = cls.state_bytes(setup) / 1e9, setup.options.max_state_gb
         if state > most:
             raise ValueError(
-                f"{cls.title} keeps a copy of the model for each of {setup.touched:,} users, "
-                f"{state:,.1f} GB, above {cls.state_key} = {most:g}: raise it, or choose fedavg or fedprox"
+                f"{cls.title} keeps a copy of the model for each of {setup.touched:,} users, which is "
+                f"{state:,.1f} GB, above {cls.state_key} = {most:g}: raise this limit, or choose "
+                "algorithm fedavg or fedprox"
             )
 
     @classmethod
@@ -144,7 +145,8 @@ class WithControls(OnPfl):
         other_steps = local.grad_accumulation_steps != 1 or local.get("local_num_steps")
         if model.grad_scaler is not None or other_steps:
             raise ValueError(
-                f"{self.title} has no gradient scaling, accumulation or local_num_steps: leave them out"
+                f"{self.title} does not support gradient scaling, gradient accumulation and "
+                "local_num_steps: leave them out"
             )
 
 
@@ -155,8 +157,12 @@ def only_weighted(name: str, why: str) -> dict[Any, str]:
     return {
         "privacy": alone,
         "postprocessors": alone,
-        "replacement": f"{name} keeps one vector for each user, who must come once in a cohort: "
-        "draw cohorts without replacement, set federated.replacement to false",
-        "proportional": f"{name}'s server keeps the mean over users who are drawn alike: set "
-        "federated.sampling to uniform",
+        "replacement": (
+            f"{name} keeps one vector for each user, so a user must not be drawn twice in a cohort: set "
+            "federated.replacement to false"
+        ),
+        "proportional": (
+            f"{name}'s server keeps the mean over users, so all users must be drawn with the same "
+            "probability: set federated.sampling to uniform"
+        ),
     }

@@ -104,7 +104,10 @@ class Decentralised(Algorithm[Models]):
         self.matrix(context.options, self.n, context.seed, 0)  # raises the error of an impossible graph now
         if self.n < context.users.num_users and is_main():
             name, others = type(self).__name__, context.users.num_users - self.n
-            print(f"{name}: {self.n} users are the network; {others} others take no part", file=sys.stderr)
+            print(
+                f"{name}: the network has {self.n} users; {others} other users do not take part",
+                file=sys.stderr,
+            )
 
     @classmethod
     @abstractmethod
@@ -131,8 +134,8 @@ class Decentralised(Algorithm[Models]):
         n, name = setup.cohort_size, cls.__name__
         if n > setup.users.num_users:  # also where cohorts may be drawn with replacement
             raise ValueError(
-                f"federated.cohort_size is {n}, and the network of {name} has a user only once: set it to at "
-                f"most {setup.users.num_users}"
+                f"federated.cohort_size is {n}, but {name} needs different users and there are only "
+                f"{setup.users.num_users}: set it to at most {setup.users.num_users}"
             )
         refuse_beyond_memory(
             COPIES * n * trained_bytes(setup.module) + 3 * 8 * n * n,

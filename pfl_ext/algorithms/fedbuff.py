@@ -86,10 +86,12 @@ class FedBuff(Algorithm[Buffered]):
     idle: ClassVar[str] = "federated.cohort_size"
     reads_length: ClassVar[bool] = True
     refusals: ClassVar[Refusals] = {
-        "privacy": "the order in which users arrive is no random sampling, and depends on how many images "
-        "they have: choose algorithm fedavg or fedprox for private training",
-        "replacement": "FedBuff trains a user at most once at a time: set federated.replacement to false",
-        "proportional": "FedBuff draws users alike: set federated.sampling to uniform",
+        "privacy": (
+            "users take part in the order in which they arrive, which is not random and depends on how "
+            "many images they have: choose algorithm fedavg or fedprox for private training"
+        ),
+        "replacement": "FedBuff never trains a user twice at one time: set federated.replacement to false",
+        "proportional": "FedBuff draws all users with equal probability: set federated.sampling to uniform",
     }
 
     def __init__(self, context: RunContext) -> None:
@@ -125,25 +127,27 @@ class FedBuff(Algorithm[Buffered]):
         devices, plain = setup.devices, DevicesConfig()
         if devices is None or not devices.has_clock:
             raise ValueError(
-                "fedbuff takes updates in the order in which devices send them, which needs speeds: give "
-                "devices.classes or devices.capacities"
+                "fedbuff uses updates in the order in which devices send them, so it needs the speeds "
+                "of devices: set devices.classes or devices.capacities"
             )
         for key in OF_ROUNDS:
             if getattr(devices, key) != getattr(plain, key):
                 raise ValueError(
-                    f"devices.{key} is about rounds with a cohort, and fedbuff has none: leave it out"
+                    f"devices.{key} applies to rounds with a cohort, which fedbuff does not have: leave "
+                    "it out"
                 )
         if setup.options.concurrency > setup.users.num_users:
             raise ValueError(
-                f"federated.options.concurrency is {setup.options.concurrency} and there are "
-                f"{setup.users.num_users} users, each at most once at a time: set it to at most that"
+                f"federated.options.concurrency is {setup.options.concurrency}, but there are only "
+                f"{setup.users.num_users} users, each at most once at a time: set it to at most "
+                f"{setup.users.num_users}"
             )
         oldest = setup.options.max_staleness
         most = setup.options.concurrency if oldest is None else min(setup.options.concurrency, oldest)
         refuse_beyond_memory(
             (most + 1) * trained_bytes(setup.module),
             f"fedbuff keeps up to {most + 1:,} versions of the model",
-            "lower federated.options.concurrency or .max_staleness",
+            "lower federated.options.concurrency or federated.options.max_staleness",
         )
 
     def init(self, seed: int) -> Buffered:

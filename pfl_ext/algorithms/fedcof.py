@@ -65,7 +65,7 @@ class FedCOF(ClosedForm):
         """
         super().check(setup)
         if not setup.module.task.exclusive:
-            raise ValueError("FedCOF is for images with one label each: choose fed3r or fedncm")
+            raise ValueError("FedCOF needs images with exactly one label each: choose fed3r or fedncm")
 
     def init(self, seed: int) -> Sums:
         """The state without any pair."""

@@ -118,8 +118,8 @@ class FedDyn(WithControls):
     files = (FILE,)
     refusals: ClassVar[Refusals] = only_weighted(
         "FedDyn",
-        "FedDyn's users keep a state that follows their updates and outlives the round, for which no privacy "
-        "and no other postprocessor but a weighting is made",
+        "users of FedDyn keep a state over all rounds, which is not protected by privacy and not "
+        "changed by postprocessors",
     )
     takes: ClassVar[tuple[str, ...]] = ("devices",)
 

@@ -109,7 +109,7 @@ class FedGKT(Algorithm[GKTState]):
     options: ClassVar[type] = FedGKTOptions
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
-        "workers": "fedgkt has one server, which trains in one process: start it without a launcher, NP=1",
+        "workers": "fedgkt has one server, which trains in one process: start it without a launcher (NP=1)",
     }
     idle: ClassVar[str] = (
         "server. federated.weighting federated.sampling federated.replacement local.virtual_size"
@@ -134,7 +134,10 @@ class FedGKT(Algorithm[GKTState]):
         }
         if self.n < population:
             others = population - self.n
-            print(f"FedGKT: {self.n} users are the clients; {others} others take no part", file=sys.stderr)
+            print(
+                f"FedGKT: {self.n} users are the clients; {others} other users do not take part",
+                file=sys.stderr,
+            )
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -147,21 +150,19 @@ class FedGKT(Algorithm[GKTState]):
         module, users, n = setup.module, setup.users, setup.cohort_size
         if not all(p.requires_grad for p in module.backbone.parameters()):
             raise ValueError(
-                "fedgkt trains all layers: set model.trained to all, and random_features to none"
+                "fedgkt trains all layers: set model.trained to all, and model.random_features to none"
             )
         if not module.task.exclusive:
-            raise ValueError(
-                "fedgkt compares softmaxes of one label for each image: choose another algorithm"
-            )
+            raise ValueError("fedgkt needs exactly one label for each image: choose another algorithm")
         if users.sampling.keys:
             raise ValueError(
-                "fedgkt drops no units and hides no squares, as the server has no keys: set model.dropout to "
-                "false and augment.cutout to none"
+                "fedgkt does not support dropout and cutout: set model.dropout to false and "
+                "augment.cutout to none"
             )
         if setup.has_head_rate:
             raise ValueError(
-                "fedgkt has the head of the network at the server, whose rate is federated.options."
-                "server_learning_rate: set local.head_rate_factor to 1"
+                "with fedgkt the server trains the last layers at the rate "
+                "federated.options.server_learning_rate: set local.head_rate_factor to 1"
             )
         if users.total_images != users.partition.sizes.sum():
             raise ValueError("fedgkt trains on all images of a client: set local.max_images to none")
@@ -181,7 +182,7 @@ class FedGKT(Algorithm[GKTState]):
         refuse_beyond_memory(
             FLOAT * numbers,
             f"fedgkt keeps {n:,} clients' networks and the features of {images:,} images",
-            "choose a later federated.options.cut, a smaller network, or lower federated.cohort_size",
+            "choose a later federated.options.cut or a smaller network, or lower federated.cohort_size",
         )
 
     def init(self, seed: int) -> GKTState:

@@ -60,7 +60,7 @@ class ImportanceWeights:
         label_shares = np.asarray(target_distribution, np.float64)
         task.check_target(label_shares)
         if cap is not None and not cap > 0:
-            raise ValueError(f"FedIR's greatest weight is {cap} and must be positive; None caps nothing")
+            raise ValueError(f"FedIR's largest weight is {cap}, but must be positive; give none for no limit")
         self._task, self._cap, self._num_labels = task, cap, len(label_shares)
         self._p = task.event_shares(label_shares)
 
@@ -87,8 +87,9 @@ class ImportanceWeights:
         if len(lost):
             does, label = self._task.event(int(lost[0]), self._num_labels)
             raise ValueError(
-                f"a user has an image that {does} label {label}, which in FedIR's target distribution none "
-                "does: take the distribution from data with all labels, or leave these images out"
+                f"a user has an image that {does} label {label}, but no image of FedIR's target "
+                "distribution is like this: compute the distribution from data with all labels, or "
+                "leave these images out"
             )
         ratio = np.divide(self._p, q, out=np.zeros_like(q), where=q > 0)
         weights = ratio if self._cap is None else np.minimum(ratio, self._cap)

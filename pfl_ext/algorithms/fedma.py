@@ -108,8 +108,10 @@ class FedMA(Algorithm[Networks]):
     options: ClassVar[type] = FedMAOptions
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
-        "replacement": "fedma's users each have a network of their own: draw cohorts without replacement, "
-        "set federated.replacement to false",
+        "replacement": (
+            "in fedma each user has its own network, so a user must not be drawn twice in a cohort: set "
+            "federated.replacement to false"
+        ),
     }
     idle: ClassVar[str] = "server."
     idle_in_runtime: ClassVar[str] = "reduce"
@@ -132,20 +134,20 @@ class FedMA(Algorithm[Networks]):
         for field in fields(Belief):
             if not options.room and getattr(options, field.name) != field.default:
                 raise ValueError(
-                    f"federated.options.{field.name} has no effect where no neuron can be added: remove "
-                    "it, or set federated.options.room"
+                    f"federated.options.{field.name} has no effect because no neuron can be added: "
+                    "remove it, or set federated.options.room"
                 )
         *hidden, last = layers_of(setup.module.backbone, BACKBONE)
         layers = len([*hidden, last])
         if options.room and not any(rounded_down(options.room, layer.neurons) for layer in hidden):
             raise ValueError(
-                f"federated.options.room is {options.room:g}, less than a neuron in each layer of this "
-                "network: raise it, or set it to 0"
+                f"federated.options.room is {options.room:g}, which is less than one neuron in each "
+                "layer of this network: raise it, or set it to 0"
             )
         if setup.num_rounds % layers:
             nearest = max(1, round(setup.num_rounds / layers)) * layers
             raise ValueError(
-                f"fedma goes through the {layers} layers of this network, one in a round: set "
+                f"fedma matches one of the {layers} layers of this network in each round: set "
                 f"federated.num_rounds to a multiple of {layers}, such as {nearest}"
             )
         refuse_beyond_memory(

@@ -97,11 +97,17 @@ class FedNAS(Algorithm[Weights]):
         """
         backbone = setup.module.backbone
         if not isinstance(backbone, SearchNetwork):
-            raise ValueError("fednas searches in the network of a search: set model.arch to darts_search")
+            raise ValueError(
+                "fednas needs a network with an architecture to search for: set model.arch to darts_search"
+            )
         if not all(p.requires_grad for p in backbone.parameters()):
-            raise ValueError("fednas trains all weights with the architecture: set model.trained to all")
+            raise ValueError(
+                "fednas trains all weights together with the architecture: set model.trained to all"
+            )
         if setup.users.total_images != setup.users.partition.sizes.sum():
-            raise ValueError("fednas halves all images of a user for good: set local.max_images to none")
+            raise ValueError(
+                "fednas divides all images of a user into two fixed halves: set local.max_images to none"
+            )
 
     def init(self, seed: int) -> Weights:
         """The first w and alpha."""

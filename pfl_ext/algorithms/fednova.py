@@ -84,8 +84,10 @@ class FedNova(OnPfl):
 
     options = ProximalOptions
     refusals: ClassVar[Refusals] = {
-        "privacy": "FedNova divides updates by their steps, for which private training has no bound: choose "
-        "algorithm fedavg or fedprox"
+        "privacy": (
+            "FedNova divides updates by the number of steps, for which no privacy bound is known: choose "
+            "algorithm fedavg or fedprox"
+        )
     }
     takes: ClassVar[tuple[str, ...]] = ("compression", "devices")
 
@@ -103,8 +105,8 @@ class FedNova(OnPfl):
         """
         if setup.options.mu and setup.has_head_rate:
             raise ValueError(
-                "FedNova with federated.mu divides an update by one number, which follows from one learning "
-                "rate: set local.head_rate_factor to 1, or federated.mu to none"
+                "FedNova with federated.mu needs a single learning rate: set local.head_rate_factor to "
+                "1, or federated.mu to none"
             )
 
     @classmethod

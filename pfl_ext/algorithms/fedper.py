@@ -67,8 +67,8 @@ class FedPer(Personalised):
         alone = getattr(setup.options, "personal", None) == "all"
         if not alone and not cls.shared_names(setup.module, setup.options):
             raise ValueError(
-                f"{cls.__name__} would share nothing, as every trained variable stays with its user: set "
-                "model.trained to all, or choose other personal variables (federated.options.personal)"
+                f"{cls.__name__} would share nothing, because all trained variables are personal: set "
+                "model.trained to all, or change federated.options.personal"
             )
 
     @classmethod

@@ -71,7 +71,8 @@ def encode(values: npt.NDArray[np.floating], weight: int, bits: int, clip: float
     wide = values.astype(np.float64)
     if not np.isfinite(wide).all():
         raise ValueError(
-            "a user's update has numbers that are not finite, which no field holds: lower local.learning_rate"
+            "a user's update has numbers that are not finite, so it cannot be summed securely: lower "
+            "local.learning_rate"
         )
     scaled: Elements = np.rint(np.clip(wide, -clip, clip) * (float(weight) * 2.0**bits)).astype(np.int64)
     residues: Elements = scaled % PRIME

@@ -73,7 +73,8 @@ class Hierarchical(ServerModelAlgorithm):
         groups, users = setup.options.groups, setup.users.num_users
         if groups > users:
             raise ValueError(
-                f"federated.options.groups is {groups} and there are {users} users: set it to at most {users}"
+                f"federated.options.groups is {groups}, but there are only {users} users: set it to at "
+                f"most {users}"
             )
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:

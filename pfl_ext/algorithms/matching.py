@@ -54,9 +54,9 @@ def layers_of(network: nn.Module, prefix: str) -> list[Layer]:
         ValueError: one line, for any other network.
     """
     refusal = (
-        "fedma matches the neurons of plain networks, without norms, branches or frozen layers, which end in "
-        "a linear layer: set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and set "
-        "model.trained to all"
+        "fedma supports only plain networks (no norms, branches or frozen layers) that end in a linear "
+        "layer: set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and model.trained "
+        "to all"
     )
     if not isinstance(network, nn.Sequential):
         raise ValueError(refusal)

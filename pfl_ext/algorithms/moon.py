@@ -86,20 +86,20 @@ class Moon(Personalised):
         super().check(setup)
         if not setup.options.mu and setup.options.temperature != MoonOptions.temperature:
             raise ValueError(
-                "federated.options.temperature has no effect where federated.options.mu is 0, which leaves "
-                "the term out: give mu, or leave temperature out"
+                "federated.options.temperature has no effect if federated.options.mu is 0: set mu "
+                "above 0, or leave temperature out"
             )
         backbone = setup.module.backbone
         if isinstance(backbone, EncoderDecoder | PartyNetworks):
             raise ValueError(
-                "moon compares one vector of features for each image, which a network for masks or boxes or "
-                "of several parties does not have: choose another federated.algorithm"
+                "moon needs one feature vector for each image, which networks for masks or boxes and "
+                "networks with model.parties do not have: choose another federated.algorithm"
             )
         last = f"{BACKBONE}{head_of(backbone)[0]}."
         if all(name.startswith(last) for name in trained_names(setup.module)):
             raise ValueError(
-                "moon compares the features before the last layer, and no layer before it is trained: set "
-                "model.trained to all or to more than the head"
+                "moon compares features before the last layer, but none of the layers before it is "
+                "trained: set model.trained to all, or to another value that trains more than the head"
             )
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:

@@ -69,7 +69,7 @@ def local_steps(model: PyTorchModel, context: CentralContext, name: str) -> Step
     group = optimizer.param_groups[0]
     known = type(optimizer) in (torch.optim.SGD, PerVariableClippedSGD)
     if not known or group["nesterov"] or group["dampening"]:
-        raise ValueError(f"{name} knows the steps of plain SGD or SGD with momentum: train users with that")
+        raise ValueError(f"{name} supports only SGD, with or without momentum, as the local optimizer")
     return Steps(rate, rate_factors(model, optimizer), float(group["momentum"]))
 
 

@@ -124,8 +124,8 @@ class ServerConfig(AdamOptions, ScheduleConfig, OptimizerConfig):
             return self.scheduled(self.learning_rate, round, num_rounds)
         if self.warmup_rounds >= num_rounds:
             raise ValueError(
-                f"server.warmup_rounds is {self.warmup_rounds}, not below federated.num_rounds = "
-                f"{num_rounds}: lower it"
+                f"server.warmup_rounds is {self.warmup_rounds}, but must be below federated.num_rounds "
+                f"= {num_rounds}: lower it"
             )
         if round < self.warmup_rounds:
             return self.learning_rate * round / self.warmup_rounds

@@ -50,8 +50,8 @@ def personal_names(module: nn.Module, personal: str | None) -> list[str]:
         found = [name for name in names if name in norms]
         if not found:
             raise ValueError(
-                "no norm of this network is trained, so none can stay with the user: choose a model.arch "
-                "with norms, and model.trained all or norms"
+                "no norm layer of this network is trained, so none can be personal: choose a "
+                "model.arch with norm layers, and set model.trained to all or norms"
             )
         return found
     head = new_part(backbone)
@@ -62,7 +62,7 @@ def personal_names(module: nn.Module, personal: str | None) -> list[str]:
         if not found or (personal != "head" and not beginning):
             shown = ", ".join(name.removeprefix(BACKBONE) for name in names[:4])
             raise ValueError(
-                f"federated.options.personal is {personal}, and no trained variable begins with "
+                f"federated.options.personal is {personal}, but no trained variable begins with "
                 f"{beginning or 'nothing'!r}: choose head, norms, all, none, or beginnings of names "
                 f"({shown}, ...)"
             )

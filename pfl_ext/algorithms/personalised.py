@@ -74,8 +74,10 @@ class Personalised(ServerModelAlgorithm):
     options: ClassVar[type] = KeptOptions
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
-        "replacement": "a user keeps one state of its own, and must come once in a cohort: draw cohorts "
-        "without replacement, set federated.replacement to false",
+        "replacement": (
+            "each user keeps its own state, so a user must not be drawn twice in a cohort: set "
+            "federated.replacement to false"
+        ),
     }
     idle: ClassVar[str] = "federated.reweight federated.max_importance augment.views"
     files: ClassVar[tuple[str, ...]] = (FILE,)
@@ -151,16 +153,17 @@ class Personalised(ServerModelAlgorithm):
         unread = [key for key in ("score_every", "split_seed") if getattr(options, key)]
         if unread and not options.held_out:
             raise ValueError(
-                f"federated.options.{unread[0]} has no effect where federated.options.held_out is 0, as no "
-                f"image is set aside: give a share of images, such as 0.25, or leave {unread[0]} out"
+                f"federated.options.{unread[0]} has no effect if federated.options.held_out is 0, "
+                "because no images are held out: set held_out to a share, such as 0.25, or leave "
+                f"{unread[0]} out"
             )
         state, most = cls.state_bytes(setup), options.max_state_gb
         if state / 1e9 > most:
             numbers = state // (4 * setup.touched)
             raise ValueError(
-                f"{cls.__name__} keeps {numbers:,} numbers for each of {setup.touched:,} users, "
-                f"{state / 1e9:,.1f} GB, above federated.options.max_state_gb = {most:g}: raise it, or let "
-                "users keep less"
+                f"{cls.__name__} keeps {numbers:,} numbers for each of {setup.touched:,} users, which "
+                f"is {state / 1e9:,.1f} GB, above federated.options.max_state_gb = {most:g}: raise this "
+                "limit, or make fewer variables personal"
             )
 
     @classmethod

@@ -80,7 +80,9 @@ class PFedMe(Personalised):
         """
         super().check(setup)
         if setup.has_head_rate:
-            raise ValueError("pfedme moves all of w_i at one rate: set local.head_rate_factor to 1")
+            raise ValueError(
+                "pfedme trains all layers with the same learning rate: set local.head_rate_factor to 1"
+            )
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
         """``w_i - w`` and theta_i. ``kept`` is not read."""

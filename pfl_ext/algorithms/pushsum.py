@@ -65,7 +65,7 @@ class PushSum(Decentralised):
             )
         if options.time_varying and options.graph == "one_peer_exponential":
             raise ValueError(
-                "one_peer_exponential is another graph in every round by itself: set "
+                "one_peer_exponential already changes in every round: set "
                 "federated.options.time_varying to false"
             )
         super().check(setup)

@@ -61,8 +61,8 @@ class QFFL(ByLoss):
         """
         if setup.has_head_rate and setup.options.lipschitz is None:
             raise ValueError(
-                "qffl divides by the users' learning rate, and local.head_rate_factor makes two of it: set "
-                "it to 1, or give federated.options.lipschitz"
+                "qffl divides by the local learning rate, so there must be only one: set "
+                "local.head_rate_factor to 1, or set federated.options.lipschitz"
             )
 
     def tilts(self, losses: Tensor) -> Tensor:

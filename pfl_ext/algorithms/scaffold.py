@@ -63,8 +63,8 @@ CONTROLS = "control_variates.f32"
 """Name of the file with the users' c_i, beside a run's checkpoints."""
 
 ONLY_WEIGHTED = (
-    "SCAFFOLD's users send control variates besides their updates, for which no privacy and no other "
-    "postprocessor but a weighting is made"
+    "users of SCAFFOLD also send control variates, which are not protected by privacy and not changed "
+    "by postprocessors"
 )
 
 
@@ -196,8 +196,8 @@ class Scaffold(WithControls):
         """
         if setup.devices is not None and setup.options.scaffold_option == "I":
             raise ValueError(
-                "SCAFFOLD's option I takes one more pass, which devices have no time for: set "
-                "federated.scaffold_option to II, or devices to none"
+                "SCAFFOLD's option I needs one more pass over the images, which simulated devices do "
+                "not have: set federated.scaffold_option to II, or devices to none"
             )
         super().check(setup)
 

@@ -225,12 +225,12 @@ class SecureAggregation(SecureSum):
         left = users - rounded_down(setup.options.drop_out, users)
         if users < 2:
             raise ValueError(
-                "secure_aggregation hides a user among others: set federated.cohort_size to 2 or more"
+                "secure_aggregation hides a user among other users: set federated.cohort_size to 2 or more"
             )
         if left <= degree:
             raise ValueError(
-                f"of {users} users {left} are left, and with federated.options.colluding = {degree} the "
-                f"sum needs {degree + 1}: lower it, or federated.options.drop_out"
+                f"if users drop out, {left} of {users} are left, but with federated.options.colluding = "
+                f"{degree} the sum needs {degree + 1}: lower colluding, or federated.options.drop_out"
             )
 
     def lost(self, users: int, number: int) -> list[int]:

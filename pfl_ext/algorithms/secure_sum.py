@@ -77,8 +77,10 @@ class SecureSum(ServerModelAlgorithm):
     options: ClassVar[type] = SecureSumOptions
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
-        "replacement": "a secure sum is over different users, who have one key each: draw cohorts without "
-        "replacement, set federated.replacement to false",
+        "replacement": (
+            "in a secure sum each user has its own key, so a user must not be drawn twice in a cohort: set "
+            "federated.replacement to false"
+        ),
     }
     idle_in_runtime: ClassVar[str] = "reduce"
 
@@ -140,7 +142,7 @@ class SecureSum(ServerModelAlgorithm):
             total = self.total(vectors, len(cohort), number)
         except SumLost as reason:
             if is_main():
-                print(f"round {number} leaves the model as it is: {reason}", file=sys.stderr)
+                print(f"round {number} does not change the model: {reason}", file=sys.stderr)
             return self.clients.model(start), line | {"skipped": 1}
         mean = decode(total[:-1], self.bits) / max(int(total[-1]), 1)
         parts = variables.named(torch.from_numpy(mean).to(variables.device))
@@ -168,14 +170,14 @@ def bits_of(setup: Setup) -> int:
     most = most_bits(weight, count, options.clip)
     if most < 0:
         raise ValueError(
-            f"a secure sum of {count:,} users with weights of {weight:,} together and numbers up to "
-            f"federated.options.clip = {options.clip:g} has no place below 2^31: lower it, or set "
+            f"a secure sum of {count:,} users with a total weight of {weight:,} and numbers up to "
+            f"federated.options.clip = {options.clip:g} does not fit below 2^31: lower clip, or set "
             "federated.weighting to users"
         )
     if options.fraction_bits is not None and options.fraction_bits > most:
         raise ValueError(
-            f"federated.options.fraction_bits is {options.fraction_bits}, with which a sum of "
-            f"{count:,} users with weights of {weight:,} together and numbers up to {options.clip:g} could "
-            f"wrap around: set it to at most {most}, or lower federated.options.clip"
+            f"federated.options.fraction_bits is {options.fraction_bits}, with which a sum of {count:,} "
+            f"users with a total weight of {weight:,} and numbers up to {options.clip:g} could "
+            f"overflow: set it to at most {most}, or lower federated.options.clip"
         )
     return most if options.fraction_bits is None else int(options.fraction_bits)

@@ -107,21 +107,23 @@ class Split(Algorithm[SplitState]):
         """
         options, module = setup.options, setup.module
         if not all(p.requires_grad for p in module.backbone.parameters()):
-            raise ValueError("split trains all layers: set model.trained to all, and random_features to none")
+            raise ValueError(
+                "split trains all layers: set model.trained to all, and model.random_features to none"
+            )
         if setup.clips_all:
             raise ValueError(
-                "split has no norm of all gradients together, as no side has them: set local.clip_by to "
-                "variable, or local.max_grad_norm to none"
+                "split cannot compute the norm of all gradients together, because neither side has all "
+                "of them: set local.clip_by to variable, or local.max_grad_norm to none"
             )
         if options.variant == "splitfed" and options.momentum == "handover":
             raise ValueError(
-                "users of splitfed train at the same time and hand nothing over: set federated.options."
-                "momentum to restart, or variant to relay"
+                "in splitfed, users train at the same time and pass nothing to each other: set "
+                "federated.options.momentum to restart, or federated.options.variant to relay"
             )
         if options.variant != "splitfed" and current() is not None:
             raise ValueError(
-                f"split {options.variant} trains users one after another, in one process: start it without a "
-                "launcher, NP=1, or set federated.options.variant to splitfed"
+                f"split {options.variant} trains one user after another in a single process: start it "
+                "without a launcher (NP=1), or set federated.options.variant to splitfed"
             )
         try:
             parts_of(module, options.cut, options.variant == "u_shaped")

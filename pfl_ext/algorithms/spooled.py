@@ -146,8 +146,9 @@ class SpooledRounds(Stage):
             return torch.zeros(self._variables.length), left_out
         if not self._rule.works_with(len(rows)):
             raise ValueError(
-                f"round {self._round} has {len(rows)} finite updates, and this aggregation needs "
-                f"{self._rule.least()}: lower aggregation.options.tolerated, or let more users take part"
+                f"round {self._round} has only {len(rows)} finite updates, but this aggregation needs "
+                f"{self._rule.least()}: lower aggregation.options.tolerated, or raise "
+                "federated.cohort_size"
             )
         update: Any = self._rule.aggregate(spool, rows).astype(np.float32)
         return torch.from_numpy(update), left_out

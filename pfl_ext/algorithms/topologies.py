@@ -45,8 +45,8 @@ def undirected(kind: Undirected, n: int, rng: np.random.Generator, probability: 
         graph = _drawn(
             lambda: nx.gnp_random_graph(n, probability, seed=rng),
             nx.is_connected,
-            f"erdos_renyi joined no {n} users in {MOST_DRAWS:,} draws with federated.options.probability "
-            f"{probability:g}: raise it",
+            f"in {MOST_DRAWS:,} tries, erdos_renyi drew no connected graph of {n} users with "
+            f"federated.options.probability {probability:g}: raise probability",
         )
     elif kind == "exponential":
         graph = nx.circulant_graph(n, _hops(n))
@@ -79,14 +79,14 @@ def directed(
     if kind == "random":
         if out_degree >= n:
             raise ValueError(
-                f"federated.options.out_degree is {out_degree}, and a user has {n - 1} others to send to: "
-                "lower it"
+                f"federated.options.out_degree is {out_degree}, but a user has only {n - 1} others to "
+                "send to: lower it"
             )
         return _drawn(
             lambda: _random(n, out_degree, rng),
             nx.is_strongly_connected,
-            f"random joined no {n} users in {MOST_DRAWS:,} draws with federated.options.out_degree "
-            f"{out_degree}: raise it",
+            f"in {MOST_DRAWS:,} tries, random drew no connected graph of {n} users with "
+            f"federated.options.out_degree {out_degree}: raise out_degree",
         )
     hops = _hops(n)
     if kind == "ring":
@@ -108,8 +108,8 @@ def _torus(n: int) -> nx.Graph:
     side = max(a for a in range(1, n + 1) if n % a == 0 and a * a <= n)
     if side == 1:
         raise ValueError(
-            f"a torus has rows and columns, and {n} users cannot be divided into them: choose another "
-            "federated.options.graph"
+            f"{n} users cannot be arranged in the rows and columns of a torus: choose another "
+            "federated.options.graph or federated.cohort_size"
         )
     return nx.convert_node_labels_to_integers(
         nx.grid_2d_graph(side, n // side, periodic=True), ordering="sorted"

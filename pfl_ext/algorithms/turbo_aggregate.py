@@ -211,21 +211,21 @@ class TurboAggregate(SecureSum):
         options, users = setup.options, setup.cohort_size
         if users < options.group_size:
             raise ValueError(
-                f"federated.options.group_size is {options.group_size}, and a cohort has {users} users: "
-                f"lower it, or raise federated.cohort_size"
+                f"federated.options.group_size is {options.group_size}, but a cohort has only {users} "
+                "users: lower it, or raise federated.cohort_size"
             )
         smallest = users // (users // options.group_size)
         colluding = 1 if options.colluding is None else options.colluding
         if 2 * colluding >= smallest:
             raise ValueError(
-                f"a group of {smallest} users hides their updates from {(smallest - 1) // 2} colluding ones "
-                f"and the server, not from {colluding}: set federated.options.group_size to "
-                f"{2 * colluding + 1} or more"
+                f"a group of {smallest} users hides their updates from the server and up to "
+                f"{(smallest - 1) // 2} colluding users, not from {colluding}: set "
+                f"federated.options.group_size to {2 * colluding + 1} or more"
             )
         if options.drop_out > 0.5:
             raise ValueError(
-                f"federated.options.drop_out is {options.drop_out:g}, and a group's sum is lost with more "
-                "than half of its users: set it to at most 0.5"
+                f"federated.options.drop_out is {options.drop_out:g}, but a group's sum is lost if more "
+                "than half of its users drop out: set it to at most 0.5"
             )
 
     def groups(self, users: int, number: int) -> list[list[Place]]:

@@ -44,7 +44,10 @@ class Vertical(Algorithm[Weights]):
 
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
-        "workers": "vertical has one batch of all parties at a time: start it without a launcher, NP=1",
+        "workers": (
+            "vertical trains one batch of all parties at a time in a single process: start it without a "
+            "launcher (NP=1)"
+        ),
     }
     idle: ClassVar[str] = UNREAD
     idle_in_runtime: ClassVar[str] = f"{UNREAD_IN_RUNTIME} accumulate reduce"
@@ -65,17 +68,19 @@ class Vertical(Algorithm[Weights]):
         """
         users = setup.users
         if not isinstance(setup.module.backbone, PartyNetworks):
-            raise ValueError("vertical is for parties with a part of each image: set model.parties to 2 or 4")
+            raise ValueError(
+                "vertical needs parties that have a part of each image: set model.parties to 2 or 4"
+            )
         if setup.clips_all:
             raise ValueError(
-                "vertical has no norm of all gradients together, as no party has them: set local.clip_by to "
-                "variable, or local.max_grad_norm to none"
+                "vertical cannot compute the norm of all gradients together, because no party has all "
+                "of them: set local.clip_by to variable, or local.max_grad_norm to none"
             )
         sampling = users.sampling
         if sampling.flip != "none" or sampling.crop == "resized":
             raise ValueError(
-                "vertical has no flips and no scaled crops, which would give a party another's pixels: set "
-                "augment.flip to none and augment.crop to crop or padded"
+                "vertical does not allow flips and scaled crops, because they would give a party the "
+                "pixels of another party: set augment.flip to none and augment.crop to crop or padded"
             )
         with users.only(np.arange(users.num_users)):
             largest = max(users.members(users.num_users), key=lambda member: member.num_images)

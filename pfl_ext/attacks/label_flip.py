@@ -49,8 +49,8 @@ class LabelFlip(Attack):
         """
         if store.targets(np.zeros(1, np.int64)).ndim != 2:
             raise ValueError(
-                "attack.kind is label_flip, which is for images with labels, and these have masks or boxes: "
-                "choose another attack"
+                "attack.kind is label_flip, which needs images with labels, but this task has masks or "
+                "boxes: choose another attack"
             )
         flipped: Any = FlippedLabels(store, owned)
         return flipped  # type: ignore[no-any-return]

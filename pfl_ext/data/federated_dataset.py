@@ -237,8 +237,8 @@ class FederatedImageDataset(FederatedDataset):
         replace = self._sampler.endswith("replacement")
         if cohort_size > population and not replace:
             raise ValueError(
-                f"cohort_size is {cohort_size} but there are only {population} training users: "
-                f"give at most as many, --federated.cohort_size {population}"
+                f"cohort_size is {cohort_size}, but there are only {population} training users: give at "
+                f"most {population}, --federated.cohort_size {population}"
             )
         rng = stream(self._cohort_seed, "cohort", number)
         proportional = self._sampler.startswith("proportional")

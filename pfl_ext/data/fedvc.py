@@ -38,7 +38,8 @@ class VirtualOptions:
         """
         if self.virtual_size and by_images:
             raise ValueError(
-                "local.virtual_size makes all users of one size: set federated.weighting to users"
+                "local.virtual_size gives all users the same number of images: set federated.weighting "
+                "to users"
             )
 
 

@@ -93,8 +93,8 @@ def draw_crops(
     if crop != "resized":
         if input_size > image_size + 2 * border:
             raise ValueError(
-                f"input_size {input_size} is larger than the images ({image_size} pixels), so nothing can be "
-                "cropped; lower input_size or use crop: resized"
+                f"input_size {input_size} is larger than the images ({image_size} pixels), so they "
+                "cannot be cropped; lower input_size or set crop to resized"
             )
         height = width = np.full(n, input_size, np.int64)
     else:

@@ -41,7 +41,7 @@ def _device_class(name: str, values: Any) -> DeviceClass:
     """
     keys, where = [item.name for item in fields(DeviceClass)], f"devices.classes.{name}"
     if not isinstance(values, Mapping) or set(values) != set(keys):
-        raise ValueError(f"{where} needs the keys {', '.join(keys)}, and no others")
+        raise ValueError(f"{where} needs exactly the keys {', '.join(keys)}")
     numbers = {}
     for key in keys:
         try:
@@ -89,25 +89,32 @@ class DevicesConfig:
         if self.classes and not math.isclose(shares, 1, abs_tol=1e-6):
             raise ValueError(f"the shares of devices.classes add up to {shares:g}: make them add up to 1")
         if self.classes and self.capacities:
-            raise ValueError("devices.classes and devices.capacities both give speeds: leave one out")
+            raise ValueError("devices.classes and devices.capacities both set speeds: leave one of them out")
         if self.sigma and not self.classes:
-            raise ValueError("devices.sigma spreads the speeds of devices.classes, and there are none")
+            raise ValueError(
+                "devices.sigma varies the speeds of devices.classes, which are not set: set "
+                "devices.classes, or leave sigma out"
+            )
         for key in ("deadline_s", "availability"):
             if getattr(self, key) is not None and not self.has_clock:
-                raise ValueError(f"devices.{key} needs speeds: give devices.classes or devices.capacities")
+                raise ValueError(f"devices.{key} needs speeds: set devices.classes or devices.capacities")
         if self.over_selection > 1 and not self.has_clock:
-            raise ValueError("devices.over_selection needs speeds: give devices.classes or .capacities")
+            raise ValueError("devices.over_selection needs speeds: set devices.classes or devices.capacities")
         if (self.availability is None) != (self.availability_period_s is None):
-            raise ValueError("devices.availability and devices.availability_period_s need each other")
+            raise ValueError("devices.availability and devices.availability_period_s must be set together")
         for key in ("capacities", "availability"):
             if getattr(self, f"{key}_sha256") is not None and getattr(self, key) is None:
-                raise ValueError(f"devices.{key}_sha256 is of no file: give devices.{key}")
+                raise ValueError(
+                    f"devices.{key}_sha256 is the checksum of a file that is not set: set devices.{key}"
+                )
         if self.late == "wait":
             for key, value in (("deadline_s", self.deadline_s), ("stragglers", self.stragglers)):
                 if value:
                     raise ValueError(f"devices.{key} has no effect where devices.late is wait: choose drop")
         elif self.deadline_s is None and not self.stragglers:
-            raise ValueError(f"devices.late is {self.late} and nobody can be late: give devices.deadline_s")
+            raise ValueError(
+                f"devices.late is {self.late}, but without a deadline no user is late: set devices.deadline_s"
+            )
 
     @property
     def device_classes(self) -> list[DeviceClass]:
@@ -127,9 +134,11 @@ class DevicesConfig:
         """
         if self.stragglers and num_epochs < 2:
             raise ValueError(
-                f"devices.stragglers do fewer epochs than local.num_epochs = {num_epochs}: set that to 2"
+                f"devices.stragglers train fewer epochs than local.num_epochs, which is {num_epochs}: "
+                "set local.num_epochs to at least 2"
             )
         if replacement:
             raise ValueError(
-                "devices takes each user once in a round, and federated.replacement is true: set it to false"
+                "devices needs each user at most once in a round, but federated.replacement is true: "
+                "set it to false"
             )

@@ -45,7 +45,7 @@ def sha256_of(key: str, path: Path, expected: str | None) -> str:
         raise ValueError(f"{key} {path}: no such file")
     found = file_digest(path)
     if expected not in (None, found):
-        raise ValueError(f"{key} {path} has changed: its SHA-256 is not the config's, {expected}")
+        raise ValueError(f"{key} {path} has changed: its SHA-256 is not that of the config, {expected}")
     return found
 
 
@@ -59,7 +59,7 @@ def _rows(path: Path, header: Sequence[str]) -> Iterator[tuple[int, str, list[fl
         with path.open(newline="", encoding="utf-8") as file:
             lines = csv.reader(file)
             if tuple(next(lines, ())) != tuple(header):
-                raise ValueError(f"{path} does not begin with the line {','.join(header)}")
+                raise ValueError(f"the first line of {path} must be {','.join(header)}")
             for line in lines:
                 values = [math.nan] * len(header[1:])
                 if len(line) == len(header):
@@ -89,7 +89,8 @@ def assigned(clients: Sequence[str], user_ids: Sequence[str], seed: int, path: P
     named = sum(user in places for user in user_ids)
     if not clients or 0 < named < len(user_ids):
         raise ValueError(
-            f"{path} names {named:,} of {len(user_ids):,} users: name all of them, or devices of other names"
+            f"{path} has {named:,} of {len(user_ids):,} users: list all users, or use names of devices "
+            "that are not users"
         )
     if named:
         return np.array([places[user] for user in user_ids], np.int64)
@@ -132,8 +133,8 @@ class Availability:
             times = found.setdefault(client, [])
             if not (times[-1][1] if times else 0) <= on <= off <= period:
                 raise ValueError(
-                    f"{path}, line {line}: the times of a client are in order, do not overlap, and end by "
-                    f"devices.availability_period_s = {period:g}"
+                    f"{path}, line {line}: the times of a client must be in order, must not overlap, "
+                    f"and must end by devices.availability_period_s = {period:g}"
                 )
             times.append((on, off))
         self._device = assigned(list(found), user_ids, seed, path)

@@ -141,8 +141,8 @@ class Turnouts:
         self._asked = math.ceil(config.over_selection * cohort_size - 1e-9)
         if config.over_selection > 1 and self._asked > len(ids):
             raise ValueError(
-                f"devices.over_selection asks {self._asked} users, and there are only {len(ids)}: set it to "
-                f"at most {len(ids) / cohort_size:g}"
+                f"devices.over_selection draws {self._asked} users, but there are only {len(ids)}: set "
+                f"it to at most {len(ids) / cohort_size:g}"
             )
         self._availability: Availability | None = None
         if config.availability is not None:
@@ -165,8 +165,8 @@ class Turnouts:
         if deadline < least < math.inf:
             work = "all of its steps" if self._config.late == "drop" else "one step"
             raise ValueError(
-                f"devices.deadline_s is {deadline:g}, and the fastest user needs {least:.3g} s for {work} "
-                "and to send: raise it"
+                f"devices.deadline_s is {deadline:g}, but the fastest user needs {least:.3g} s for "
+                f"{work} and for sending: raise it"
             )
 
     def of(self, number: int) -> Turnout:

@@ -237,7 +237,7 @@ class CohortEngine:
                 fitting = self._fitting(tasks, local)
         if self.readers.after(len(self.lanes) * (time.perf_counter() - begin)):
             print(
-                f"lanes wait for images: {self.readers.threads} readers for each from here on",
+                f"waiting for images: {self.readers.threads} reader threads for each lane from now on",
                 file=sys.stderr,
             )
         first, *others = self.lanes
@@ -288,7 +288,7 @@ class CohortEngine:
         most = self._most(local)
         if groups and most > 1:
             self._max_images[local.form] = most // 2
-            print(f"out of memory: groups of {most // 2} images from here on", file=sys.stderr)
+            print(f"out of memory: groups of {most // 2} images from now on", file=sys.stderr)
             release(self._device)
         else:
             self._keep_lanes(len(self.lanes) // 2)
@@ -297,7 +297,7 @@ class CohortEngine:
         """Give up the other lanes with all that they hold."""
         if count == 0:
             raise ValueError(NO_ROOM)
-        print(f"out of memory: {count} lanes from here on", file=sys.stderr)
+        print(f"out of memory: {count} lanes from now on", file=sys.stderr)
         self.close()
         self.arrangement = replace(self.arrangement, lanes=count)
         keep(self.lanes, count)

@@ -174,7 +174,8 @@ class SelfCheck:
     def _watched(self, number: int) -> Iterator[None]:
         def hung() -> None:
             print(
-                f"engine: {PATHS[number]} hangs here; start the same command again, which does without",
+                f"engine: {PATHS[number]} hangs on this machine; start the same command again, which "
+                "does not use it",
                 file=sys.stderr,
                 flush=True,
             )
@@ -206,7 +207,10 @@ class SelfCheck:
     def _say(outcome: Mapping[str, Any], when: str = "") -> None:
         number = outcome["path"]
         if number == len(PATHS):
-            print("engine: pfl's own loop trains the users, as no faster path holds here", file=sys.stderr)
+            print(
+                "engine: pfl's own loop trains the users, because no faster way passed its check here",
+                file=sys.stderr,
+            )
             return
         deviation = outcome["deviation"]
         off = "within rounding" if deviation is None else f"{deviation:.0e}"
@@ -257,7 +261,7 @@ def end_if_dead(why: str) -> None:
     try:
         torch.cuda.synchronize()
     except RuntimeError as fault:
-        print(f"engine: {why}; start the same command again, which does without", file=sys.stderr)
+        print(f"engine: {why}; start the same command again, which does not use it", file=sys.stderr)
         raise SystemExit(AGAIN) from fault
 
 

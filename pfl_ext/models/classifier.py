@@ -91,14 +91,14 @@ def build_backbone(
     if num_labels < 1:
         raise ValueError(f"num_labels is {num_labels}: a classifier has at least 1")
     if config.bottleneck is not None and config.keep_head:
-        raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
+        raise ValueError("model.keep_head is true, but model.bottleneck makes a new head: set it to none")
     arch = config.arch
     if config.parties is not None:
         return _of_parties(config, num_labels, generator, weights)
     with DrawFrom(generator):
         backbone = _untrained(config, num_labels)
     if getattr(backbone, "aux_logits", False):
-        raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
+        raise ValueError(f"{arch} has auxiliary outputs, which are not supported; choose another")
     initialise(backbone, config, generator)
     if isinstance(backbone, EncoderDecoder):  # no file has statistics of the decoder
         _replace(backbone.decoder, _BatchNorm, lambda bn: _group_norm(bn, config))
@@ -106,12 +106,10 @@ def build_backbone(
     number = itertools.count()
     _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else LeftOut())
     if config.dropout and next(number) == 0:
-        raise ValueError(f"model.dropout is true, and {arch} has no dropout: leave it out")
+        raise ValueError(f"model.dropout is true, but {arch} has no dropout: set model.dropout to false")
     assert_no_live_batchnorm(backbone)
     if config.channel_norm == "data" and standardised_in(backbone) is None:
-        raise ValueError(
-            f"model.channel_norm is data, and {arch} has no norm that it could be: set it to group"
-        )
+        raise ValueError(f"model.channel_norm is data, but {arch} has no norm for it: set it to group")
     _check_side(backbone, arch, config.input_size)
     place, of_classes = head_of(backbone)[0], part_of_classes(backbone)
     if config.random_features is not None:
@@ -150,7 +148,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
     if arch not in (known := [*zoo.list_models(module=zoo), *NETWORKS.names()]):
         near = difflib.get_close_matches(arch, known, 1)
         hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
-        raise ValueError(f"model.arch is {arch!r}, a network that is not known; {hint}{of_ones_own()}")
+        raise ValueError(f"model.arch is {arch!r}, which is not a known network; {hint}{of_ones_own()}")
     shape = {"image_size": config.input_size} if arch.startswith("vit_") else {}
     try:
         return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))

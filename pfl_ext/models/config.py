@@ -81,24 +81,22 @@ class ModelConfig:
             self._check_parties()
         if self.random_features is not None and self.bottleneck is not None:
             raise ValueError(
-                f"model.random_features is {self.random_features} and model.bottleneck is {self.bottleneck}, "
-                "and one layer stands before the last: set one of them to none"
+                f"model.random_features is {self.random_features} and model.bottleneck is "
+                f"{self.bottleneck}, but only one layer can be before the last: set one of them to none"
             )
         if self.trained == "two_layers" and self.bottleneck is None:
-            raise ValueError(
-                "model.trained is two_layers, of which the bottleneck is one: set model.bottleneck"
-            )
+            raise ValueError("model.trained is two_layers, which needs a bottleneck: set model.bottleneck")
         if self.trained == "head" and self.bottleneck is not None:
             raise ValueError(
-                "model.trained is head, and a bottleneck before it would never learn: set model.trained to "
-                "two_layers, or model.bottleneck to none"
+                "model.trained is head, so a bottleneck before the head would not be trained: set "
+                "model.trained to two_layers, or model.bottleneck to none"
             )
 
     def _check_parties(self) -> None:
         if self.input_size % 2:
             raise ValueError(
-                f"model.parties is {self.parties} and model.input_size {self.input_size}, which has no "
-                "halves: choose an even one"
+                f"model.parties is {self.parties}, which needs an even model.input_size, but it is "
+                f"{self.input_size}: choose an even one"
             )
         with_one_head = self.bottleneck or self.random_features or self.dropout or self.trained != "all"
         if with_one_head or (self.pretrained and not self.keep_head):

@@ -27,8 +27,8 @@ def check_cutout(side: int | None, task: Task) -> None:
     """
     if side is not None and type(task).augment is not Task.augment:
         raise ValueError(
-            f"augment.cutout is {side}, and {type(task).__name__} asks what is where in an image, also where "
-            "it is hidden: set augment.cutout to none"
+            f"augment.cutout is {side}, but {type(task).__name__} needs all parts of an image: set "
+            "augment.cutout to none"
         )
 
 

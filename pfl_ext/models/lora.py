@@ -111,14 +111,14 @@ def add_adapters(
     }
     if not adapted:
         raise ValueError(
-            f"model.trained is lora, and before the last layer of {config.arch} there is no linear layer and "
-            "no convolution without groups: set model.trained to all or head"
+            f"model.trained is lora, but {config.arch} has no linear layer, and no convolution without "
+            "groups, before its last layer: set model.trained to all or head"
         )
     full = max(min(layer.weight.flatten(1).shape) for layer in adapted.values())
     if config.lora_rank > full:
         raise ValueError(
-            f"model.lora_rank is {config.lora_rank}, and no layer of {config.arch} has a rank above {full}: "
-            "choose a lower one, or set model.trained to all"
+            f"model.lora_rank is {config.lora_rank}, but the largest rank of a layer of {config.arch} "
+            f"is {full}: lower it, or set model.trained to all"
         )
     for name, layer in adapted.items():
         backbone.set_submodule(name, LowRank(layer, config, generator))

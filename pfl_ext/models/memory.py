@@ -24,6 +24,6 @@ def refuse_beyond_memory(need: float, what: str, instead: str) -> None:
     there = physical_memory()
     if need > there:
         raise ValueError(
-            f"{what}, which takes up to {need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: "
-            f"{instead}"
+            f"{what}, which needs up to {need / 1e9:,.1f} GB of memory, but there are only "
+            f"{there / 1e9:,.1f} GB: {instead}"
         )

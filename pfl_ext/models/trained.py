@@ -78,8 +78,8 @@ def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Ge
         if not found:
             what = "bias" if config.trained == "bias" else "norm with a scale"
             raise ValueError(
-                f"model.trained is {config.trained}, and before the last layer of {config.arch} there is no "
-                f"{what}: set model.trained to all or head"
+                f"model.trained is {config.trained}, but {config.arch} has no {what} before its last "
+                "layer: set model.trained to all or head"
             )
         for parameter in found:
             parameter.requires_grad_(True)
@@ -110,8 +110,8 @@ def _last_blocks(
         )
     if len(blocks) < 2:
         raise ValueError(
-            f"model.trained is last_blocks, and {config.arch} has no more than one block before its last "
-            "layer: set model.trained to all"
+            f"model.trained is last_blocks, but {config.arch} has only one block before its last layer: "
+            "set model.trained to all"
         )
     if config.last_blocks >= len(blocks):
         raise ValueError(

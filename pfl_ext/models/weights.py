@@ -51,7 +51,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             "kind, so fetch it again"
         ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"weights file {path} holds something else than tensors by name; save a state_dict")
+        raise ValueError(f"weights file {path} is not a mapping of names to tensors; save a state_dict")
     return dict(tensors)
 
 

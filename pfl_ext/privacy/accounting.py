@@ -130,8 +130,8 @@ class PrivacyConfig:
             ):
                 if value != needed:
                     raise ValueError(
-                        f"privacy.{key} is {value}, and privacy.moments_multiplier is accounted for Poisson "
-                        f"sampling of the data's own users: set {key} to {needed or 'none'}"
+                        f"privacy.{key} is {value}, but privacy.moments_multiplier needs Poisson "
+                        f"sampling of the users of the data: set privacy.{key} to {needed or 'none'}"
                     )
         if self.band > 1 and self.sampler != "cyclic":
             raise ValueError(
@@ -140,7 +140,8 @@ class PrivacyConfig:
             )
         if self.noise == "rounds_as_epochs" and self.sampler == "cyclic":
             raise ValueError(
-                "privacy.noise rounds_as_epochs is for subsampled rounds: set privacy.sampler to poisson"
+                "privacy.noise rounds_as_epochs needs rounds with random sampling: set privacy.sampler "
+                "to poisson"
             )
 
     def calibrate(self, population: int, cohort_size: int, num_rounds: int) -> Calibration:
@@ -155,8 +156,8 @@ class PrivacyConfig:
         delta = noise_population**-1.1 if self.delta is None else self.delta
         if noise_cohort < cohort_size:
             raise ValueError(
-                f"privacy.noise_cohort_size is {noise_cohort}, below the cohort_size of {cohort_size}: "
-                "raise it, or leave it out"
+                f"privacy.noise_cohort_size is {noise_cohort}, but must be at least the cohort_size, "
+                f"{cohort_size}: raise it, or leave it out"
             )
         if cohort_size > population:
             raise ValueError(
@@ -165,8 +166,8 @@ class PrivacyConfig:
             )
         if noise_population < population:
             raise ValueError(
-                f"privacy.noise_population is {noise_population}, below the data's {population} users: "
-                "raise it, or leave it out"
+                f"privacy.noise_population is {noise_population}, but must be at least the number of "
+                f"users, {population}: raise it, or leave it out"
             )
         if noise_cohort > noise_population:
             raise ValueError(
@@ -188,9 +189,9 @@ class PrivacyConfig:
             )
         if delta < LEAST_DELTA and self.accountant == "pld":
             raise ValueError(
-                f"privacy.delta is {delta:g}, below {LEAST_DELTA:g}, which PLD accounting cannot tell from "
-                "its rounding, so that it would ask for far too much noise: raise it, or set "
-                "privacy.accountant to rdp"
+                f"privacy.delta is {delta:g}, which is below {LEAST_DELTA:g}, where rounding errors of "
+                "PLD accounting would add far too much noise: raise it, or set privacy.accountant to "
+                "rdp"
             )
         quiet = System(
             noise_population, noise_cohort, 0.0, delta, self.sampler, self.accountant, self.releases
@@ -207,8 +208,8 @@ class PrivacyConfig:
         calibration = Calibration(self, num_rounds, simulated, executed)
         if calibration.epsilon > self.epsilon:
             raise ValueError(
-                f"privacy.noise {self.noise} spends an epsilon of {calibration.epsilon:.3f}, over the "
-                f"privacy.epsilon of {self.epsilon:g}: raise the budget"
+                f"privacy.noise {self.noise} gives an epsilon of {calibration.epsilon:.3f}, above "
+                f"privacy.epsilon = {self.epsilon:g}: raise privacy.epsilon"
             )
         return calibration
 

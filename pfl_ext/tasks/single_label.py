@@ -120,8 +120,8 @@ class ClassCounts(MetricValue):
         if (labels != 1).any():
             first = int(np.flatnonzero(labels != 1)[0])
             raise ValueError(
-                f"image {first} of a batch has {labels[first]} labels: the single-label task needs exactly "
-                "one for each image; choose the multi-label task, or data with one"
+                f"image {first} of a batch has {labels[first]} labels, but the single-label task needs "
+                "exactly one: choose the multi-label task, or other data"
             )
         truth, num_classes = marks.argmax(1), marks.shape[1]
         right = np.bincount(truth[guesses == truth], minlength=num_classes)

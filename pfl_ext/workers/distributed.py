@@ -160,7 +160,7 @@ class Workers(DistributedContext):
             if words.get(key) != first.get(key)
         ]
         if differing:
-            raise ValueError(f"the workers are not at the same place: {'; '.join(differing[:4])}")
+            raise ValueError(f"the workers do not agree: {'; '.join(differing[:4])}")
 
 
 def _hand_out(flat: Tensor, tensors: list[Tensor]) -> None:

@@ -133,6 +133,6 @@ class Watchdog:
 
     def _leave(self, fault: str) -> None:
         line = " ".join(fault.split())
-        remedy = "all workers end; the same command goes on from the last checkpoint"
+        remedy = "all workers stop; run the same command again to continue from the last checkpoint"
         os.write(2, f"\nerror: {line}; {remedy}\n".encode())  # a progress bar may be open
         self._end_process(EXIT_CODE)

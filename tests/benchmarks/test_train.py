@@ -96,7 +96,7 @@ def test_a_best_model_that_is_the_untrained_one_is_said(
     directory = train(*words, f"--federated.algorithm={algorithm}")
     assert results(directory)["best_step"] == 0
     said = capsys.readouterr().err
-    assert "WARNING: by loss on val, no round made the model better" in said
+    assert "WARNING: by loss on val, no round improved the model" in said
     assert whose in said
 
 
@@ -298,7 +298,7 @@ def test_a_finished_run_is_shown_again_and_not_repeated(
     assert (directory / "results.json").read_bytes() == before
     shown = capsys.readouterr().out
     assert "training FL-R-17" not in shown
-    assert f"this run had ended before; its results, from {directory}:" in shown
+    assert f"this run has already finished; its results, from {directory}:" in shown
     assert "test, best model" in shown
 
 
@@ -306,11 +306,13 @@ def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) 
     directory = train()
     rates = "(local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5): choose another --run_dir"
     refused(rates, "--local.learning_rate=0.07", "--seed=5")
-    refused(f"run_dir; --extend {directory} makes a longer run of it", "--federated.num_rounds=9")
+    refused(f"run_dir; to train this run for longer, add --extend {directory}", "--federated.num_rounds=9")
     short = train("--runtime.keep_checkpoints=false", name="short") / MODEL
-    pretrained = f"--model.pretrained true --weights {short} --model.keep_head true lets a new"
-    refused(f"run_dir; {pretrained}", "--federated.num_rounds=9", name="short")
-    refused("already holds a run", "--resume=never")
+    pretrained = f"add --model.pretrained true --weights {short} --model.keep_head true"
+    refused(
+        f"run_dir; to start a new run from its model, {pretrained}", "--federated.num_rounds=9", name="short"
+    )
+    refused("already has a run", "--resume=never")
 
 
 @pytest.mark.parametrize(
@@ -318,11 +320,11 @@ def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) 
     [
         (["--data_path=nowhere.hdf5"], "nowhere.hdf5: no such file"),
         (["--data_path=pyproject.toml"], "pyproject.toml"),
-        (["--federated.cohort_size=13"], "cohort_size is 13 but there are only 12 training users"),
+        (["--federated.cohort_size=13"], "cohort_size is 13, but there are only 12 training users: give at"),
         (["--data.binary_label=unicorn"], "the label 'unicorn' is in neither taxonomy"),
         (["--config=fl-f-17", "--weights=nowhere.pth"], "nowhere.pth"),
         (["--config=fl-f-17", "--weights=pyproject.toml"], "pyproject.toml"),
-        (["--weights=pyproject.toml"], "--weights is for fine-tuning"),
+        (["--weights=pyproject.toml"], "--weights can be used only if pretrained weights are loaded: add"),
         (["--local.batch_sise=3"], "did you mean local.batch_size?"),
         (
             ["--federated.algorithm=scaffold", "--federated.max_state_gb=0.0001"],
@@ -352,7 +354,7 @@ def test_the_command_exits_with_2_in_a_process_of_its_own(tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: --config fl-r-71: no such file and no shipped config")
+    assert done.stderr.startswith("error: --config fl-r-71: no such file, and not the name of a config")
     assert "Traceback" not in done.stderr
 
 

@@ -42,7 +42,7 @@ from tests.campaigns.target import Target
 
 MEMORY, SECONDS, BATCH = 2 << 30, 60.0, 40
 KINDS = ("refused", "read", "finding")
-TOO_MUCH = "there is too little memory"
+TOO_MUCH = "there is not enough memory"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

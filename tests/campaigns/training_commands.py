@@ -35,8 +35,8 @@ MANY_CLIENTS = re.compile(r"-clients-\d{3,}")
 """In a partition's name: more clients than the embedded data set has images for."""
 FITTED = (
     (r"set federated.num_rounds to (?:a multiple of )?(\d+)", "federated.num_rounds", ""),
-    (r"server.warmup_rounds is \d+, not below", "server.warmup_rounds", "0"),
-    (r"cohort_size is \d+ but there are only (\d+)", "federated.cohort_size", ""),
+    (r"server.warmup_rounds is \d+, but must be below", "server.warmup_rounds", "0"),
+    (r"cohort_size is \d+, but there are only (\d+)", "federated.cohort_size", ""),
     (r"set model.trained to head", "model.trained", "head"),
     (r"has no partition 'alpha-", "data.partition", "lda-0.5-clients-10-seed-0"),
 )

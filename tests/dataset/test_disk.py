@@ -24,7 +24,7 @@ OUTPUT, DOWNLOAD = 5_000, 8_000
         (True, OUTPUT - 1, DOWNLOAD, "choose another disk"),
         (True, OUTPUT, DOWNLOAD - 1, "choose another --download_folder"),
         (False, OUTPUT + DOWNLOAD, 0, None),
-        (False, OUTPUT + DOWNLOAD - 1, 0, "GB to download and "),
+        (False, OUTPUT + DOWNLOAD - 1, 0, "GB for the download and"),
     ],
 )
 def test_each_disk_needs_room_for_what_comes_onto_it(

@@ -65,7 +65,7 @@ def test_ones_own_file_is_named_by_its_path_too(tmp_path: Path, monkeypatch: pyt
         assert Path(str(own_modules()[0].__file__)).stem == "by_path"
     monkeypatch.setenv(OWN, "ideas/json.py")
     with pytest.raises(
-        ValueError, match=r"names ideas/json.py, but json is /.*json/__init__.py here: rename"
+        ValueError, match=r"names ideas/json.py, but Python imports /.*json/__init__.py under the name json"
     ):
         own_modules()
     monkeypatch.setenv(OWN, "ideas/none.py")

@@ -234,7 +234,7 @@ def test_a_path_that_hangs_ends_the_process_and_is_not_tried_again(
     with pytest.raises(Killed):
         run(Setting(SIZES), checked(tmp_path, seconds=0.3, end=end))
     assert codes == [75]
-    assert "hangs here; start the same command again" in capsys.readouterr().err
+    assert "hangs on this machine; start the same command again, which does not" in capsys.readouterr().err
     monkeypatch.setattr(StepGraphs, "run", real)
     (noted,) = (tmp_path / "cache").glob("engine-check-*.json")
     other = subprocess.Popen(["sleep", "60"])

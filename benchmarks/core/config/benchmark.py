@@ -142,8 +142,15 @@ class Benchmark(Generic[C_co]):
             return Path(name)
         names = ", ".join(self.settings)
         what = "a folder, not a file" if Path(name).is_dir() else "no such file"
-        recipe = f" (there is --recipe {name}, which is laid over a config)" if name in self.recipes else ""
-        raise ValueError(f"--config {name}: {what} and no shipped config{recipe}; these are {names}")
+        recipe = (
+            f" (there is a recipe of this name: give --recipe {name} in addition to a config)"
+            if name in self.recipes
+            else ""
+        )
+        raise ValueError(
+            f"--config {name}: {what}, and not the name of a config of this project{recipe}; the names "
+            f"are {names}"
+        )
 
     @cached_property
     def _command_line(self) -> CommandLine:

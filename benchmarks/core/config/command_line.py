@@ -166,7 +166,7 @@ class CommandLine:
         for key in vars(found):
             section = next((name for name in vars(found) if key.startswith(f"{name}.")), None)
             if section is not None:
-                raise ValueError(f"--{key}: --{section} was given a value of its own")
+                raise ValueError(f"--{key}: --{section} has already been given a value")
         for key, value in _pairs(unknown).items():
             if not key.startswith(self._open):  # what is within a mapping, no type declares
                 near = difflib.get_close_matches(key, [*self._hints, *Options.model_fields], 1)

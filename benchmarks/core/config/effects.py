@@ -210,31 +210,31 @@ def check_training(config: TrainingConfig) -> None:
     """
     if config.model.input_size > config.data.image_size:
         raise ValueError(
-            f"model.input_size is {config.model.input_size}, more than data.image_size = "
-            f"{config.data.image_size}: the network's input is cut from the image"
+            f"model.input_size is {config.model.input_size}, but must be at most data.image_size = "
+            f"{config.data.image_size}, because the network's input is cut from the image: lower it"
         )
     if config.model.channel_norm == "data" and config.model.trained not in ON_FEATURES:
         raise ValueError(
-            "model.channel_norm is data, which is for features of frozen layers, and model.trained is "
-            f"{config.model.trained}: set it to head, or model.channel_norm to group"
+            "model.channel_norm data works only with frozen layers, but model.trained is "
+            f"{config.model.trained}: set model.trained to head, or model.channel_norm to group"
         )
     if config.model.channel_norm == "data" and config.privacy and config.privacy.moments_multiplier is None:
         raise ValueError(
-            "model.channel_norm is data, which reads all training images, and privacy.moments_multiplier is "
-            "none: give the noise multiplier of that release, or set model.channel_norm to group"
+            "model.channel_norm data reads all training images, but privacy.moments_multiplier is "
+            "none: set it to the noise multiplier for this, or set model.channel_norm to group"
         )
     if config.model.channel_norm == "data" and config.augment.views is not None:
         raise ValueError(
-            f"augment.views is {config.augment.views}, and model.channel_norm is data, with moments of one "
-            "view of each image: set augment.views to none, or model.channel_norm to group"
+            f"augment.views is {config.augment.views}, but model.channel_norm data uses only one view "
+            "of each image: set augment.views to none, or model.channel_norm to group"
         )
     _check_cutout(config)
     federated, central = config.federated, config.centralised
     rates = (config.local, config.server, central)
     if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):
         raise ValueError(
-            f"model.parties is {config.model.parties}, whose networks each have a last layer, and a "
-            "head_rate_factor is for one: set it to 1"
+            f"model.parties is {config.model.parties}, so there are several last layers, but "
+            "head_rate_factor applies only to one: set it to 1"
         )
     if config.mode == "centralised":
         rate, head = central.learning_rate, central.head_rate_factor
@@ -254,8 +254,9 @@ def check_training(config: TrainingConfig) -> None:
         check_updates(config)
         if federated.chosen.only_last and config.evaluation.best_by != "last":
             raise ValueError(
-                f"evaluation.best_by is {config.evaluation.best_by}, and federated.algorithm "
-                f"{federated.name} has no model of all users before its last round: set it to last"
+                f"evaluation.best_by is {config.evaluation.best_by}, but federated.algorithm "
+                f"{federated.name} has a model for all users only after the last round: set "
+                "evaluation.best_by to last"
             )
 
 
@@ -264,11 +265,9 @@ def _check_cutout(config: TrainingConfig) -> None:
     if side is None:
         return
     if side > size:
-        raise ValueError(
-            f"augment.cutout is {side}, more than model.input_size = {size}: choose a smaller one"
-        )
+        raise ValueError(f"augment.cutout is {side}, but must be at most model.input_size = {size}: lower it")
     if config.augment.views is not None:
         raise ValueError(
-            f"augment.cutout is {side}, and augment.views {config.augment.views}, which stay as they were "
-            "drawn: set one of the two to none"
+            f"augment.cutout is {side} and augment.views is {config.augment.views}, but the two cannot "
+            "be combined: set one of them to none"
         )

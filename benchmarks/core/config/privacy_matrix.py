@@ -251,12 +251,12 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
         return
     if config.privacy and config.local_privacy:
         raise ValueError(
-            "privacy and local_privacy are both set, and no accounting here is for both: set one to none"
+            "privacy and local_privacy are both set, but they cannot be combined: set one of them to none"
         )
     if config.privacy and config.privacy.release == "public" and config.privacy.noise_seed == "run":
         raise ValueError(
-            "privacy.release public needs secret noise, and the run's seed is none: set privacy.noise_seed "
-            "to entropy"
+            "privacy.release public needs secret noise, but this noise is drawn from the run's seed: "
+            "set privacy.noise_seed to entropy"
         )
     rules = rules_for(type(config))
     unread = dict.fromkeys(config.federated.chosen.idle.split(), "")
@@ -297,7 +297,7 @@ def main(argv: Sequence[str]) -> None:
         print(__doc__)
         return
     if argv:
-        raise ValueError(f"cannot read the argument {argv[0]!r}: this command takes none")
+        raise ValueError(f"cannot read the argument {argv[0]!r}: this command takes no arguments")
     for name in config_modules():
         imported(name)
     print(markdown(rules_of_all(TrainingConfig.__subclasses__())))

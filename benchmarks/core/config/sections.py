@@ -96,7 +96,7 @@ class ChoosingSection:
                 keys, own = ", ".join(known) or f"none under {where}", where.replace("options", key)
                 read = key in {item.name for item in fields(self)} and own not in self.chosen.idle.split()
                 what = f"set {own}" if read else "remove it"
-                raise ValueError(f"{where}.{key} is no option of {self.name}, which has {keys}: {what}")
+                raise ValueError(f"{where}.{key} is not an option of {self.name}, which has {keys}: {what}")
         options: Any = build(kind, self.options or {}, self.name, f"{where}.")
         object.__setattr__(self, "options", asdict(options) if known else None)
 
@@ -225,14 +225,13 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
             return
         if self.warmup_epochs >= self.num_epochs:
             raise ValueError(
-                f"centralised.warmup_epochs is {self.warmup_epochs}, and centralised.num_epochs "
-                f"{self.num_epochs}: give fewer epochs of warm-up, or 0"
+                f"centralised.warmup_epochs is {self.warmup_epochs}, but must be below "
+                f"centralised.num_epochs = {self.num_epochs}: lower it, or set it to 0"
             )
         if not LEAST <= self.warmup_learning_rate * min(1.0, self.head_rate_factor) <= self.learning_rate:
             raise ValueError(
-                f"centralised.warmup_learning_rate is {self.warmup_learning_rate:g}, with which the warm-up "
-                "would train nothing at first, or more than later: give a rate above 0 and up to "
-                f"centralised.learning_rate, which is {self.learning_rate:g}"
+                f"centralised.warmup_learning_rate is {self.warmup_learning_rate:g}, but must be above "
+                f"0 and at most centralised.learning_rate = {self.learning_rate:g}"
             )
 
 

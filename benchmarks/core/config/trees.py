@@ -78,7 +78,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", node.start_mark
+                    None, None, f"the key {key!r} is there twice", node.start_mark
                 )
         return super().construct_mapping(node, deep)
 
@@ -92,7 +92,7 @@ def read_yaml(path: Path) -> Tree:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as fault:
-        raise ValueError(f"{path} is not readable YAML: {fault}") from fault
+        raise ValueError(f"{path} is not valid YAML: {fault}") from fault
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -36,26 +36,29 @@ def check_updates(config: TrainingConfig) -> None:
             _check_taken(config, f"{key} is {section.name}", f"{key} to {neutral}", key.partition(".")[0])
             if config.devices is not None:
                 raise ValueError(
-                    f"{key} is {section.name}, and devices are given, which change who sends an update: "
-                    f"nobody has argued for both; set {key} to {neutral}, or devices to none"
+                    f"{key} is {section.name}, but devices are also set, which change who sends an "
+                    f"update, and the two cannot be combined: set {key} to {neutral}, or devices to "
+                    "none"
                 )
     if config.devices is not None:
         _check_taken(config, "devices are given", "devices to none", "devices")
     if config.attack.chosen.colludes and config.compression.name != PLAIN:
         raise ValueError(
-            f"attack.kind is {config.attack.name}, whose attackers see what the others send, and their own "
-            f"update would not be compressed: set compression.kind to {PLAIN}, or choose another attack"
+            f"attack.kind is {config.attack.name}, whose attackers see the updates of other users, but "
+            f"compression does not apply to attackers: set compression.kind to {PLAIN}, or choose "
+            "another attack"
         )
     if getattr(config.compression.chosen_options, "error_feedback", False) and config.federated.replacement:
         raise ValueError(
-            "compression.options.error_feedback is true, and a user keeps one state of its own, so must come "
-            "once in a cohort: set federated.replacement or compression.options.error_feedback to false"
+            "compression.options.error_feedback is true, so each user keeps its own state and must not "
+            "be drawn twice in a cohort: set federated.replacement or "
+            "compression.options.error_feedback to false"
         )
     if is_spooled(config) and config.federated.replacement:
         key = "attack.kind" if config.attack.chosen.colludes else "aggregation.kind"
         section = config.attack if config.attack.chosen.colludes else config.aggregation
         raise ValueError(
-            f"{key} is {section.name}, for which each user of a round has one update: set "
+            f"{key} is {section.name}, which needs exactly one update of each user in a round: set "
             "federated.replacement to false"
         )
     _check_enough(config)
@@ -67,8 +70,8 @@ def _check_taken(config: TrainingConfig, given: str, without: str, section: str)
     if section not in federated.chosen.takes:
         others = [other for other in ALGORITHMS.names() if section in ALGORITHMS[other].takes]
         raise ValueError(
-            f"{given}, and federated.algorithm {federated.name} does not take that: set {without}, or choose "
-            f"{' or '.join(others)}"
+            f"{given}, but federated.algorithm {federated.name} does not support it: set {without}, or "
+            f"choose {' or '.join(others)}"
         )
 
 
@@ -83,15 +86,15 @@ def _check_enough(config: TrainingConfig) -> None:
     n = -(-config.federated.cohort_size // getattr(options, "bucket_size", 1))
     if not rule.works_with(n):
         raise ValueError(
-            f"aggregation.kind is {section.kind}, which needs {rule.least()}, and a round has n = {n} "
-            f"updates of which f = {rule.bad(n)} may be bad: lower aggregation.options.tolerated, or raise "
-            "federated.cohort_size"
+            f"aggregation.kind is {section.kind}, which needs {rule.least()}, but a round has n = {n} "
+            f"updates, of which f = {rule.bad(n)} may be bad: lower aggregation.options.tolerated, or "
+            "raise federated.cohort_size"
         )
     kept = getattr(options, "kept", None)
     if kept is not None and kept > n - rule.bad(n):
         raise ValueError(
-            f"aggregation.options.kept is {kept}, above n - f = {n - rule.bad(n)} of a round: lower it, or "
-            "set it to none"
+            f"aggregation.options.kept is {kept}, but must be at most n - f = {n - rule.bad(n)} of a "
+            "round: lower it, or set it to none"
         )
 
 
@@ -111,21 +114,23 @@ def check_kept(config: TrainingConfig, setup: Setup) -> None:
     attack, users = config.attack, setup.users.num_users
     if attack.kind != HONEST and round(attack.share * users) == 0:
         raise ValueError(
-            f"attack.share is {attack.share:g}, which makes none of {users:,} users an attacker: raise it, "
-            f"or set attack.kind to {HONEST}"
+            f"attack.share is {attack.share:g}, with which none of the {users:,} users is an attacker: "
+            f"raise it, or set attack.kind to {HONEST}"
         )
     size, options = trained_bytes(setup.module) / 1e9, config.compression.chosen_options
     errors = error_bytes(config, setup) / 1e9
     if errors and errors > options.max_state_gb:
         raise ValueError(
             f"error feedback keeps {errors:,.1f} GB for {setup.touched:,} users, above "
-            f"compression.options.max_state_gb = {options.max_state_gb:g}: raise it, choose random_k or "
-            "uniform, or set compression.options.error_feedback to false"
+            f"compression.options.max_state_gb = {options.max_state_gb:g}: raise this limit, set "
+            "compression.kind to random_k or uniform, or set compression.options.error_feedback to "
+            "false"
         )
     rule, cohort = config.aggregation.chosen_options, setup.cohort_size
     most = getattr(rule, "max_state_gb", None)
     if most is not None and cohort * size > most:
         raise ValueError(
-            f"the updates of a round are {cohort * size:,.1f} GB for {cohort:,} users, above "
-            f"aggregation.options.max_state_gb = {most:g}: raise it, or choose norm_bound"
+            f"the updates of a round with {cohort:,} users take {cohort * size:,.1f} GB, above "
+            f"aggregation.options.max_state_gb = {most:g}: raise this limit, or set aggregation.kind to "
+            "norm_bound"
         )

@@ -127,7 +127,9 @@ def check(config: Config) -> None:
     """
     check_training(config)
     if not 0 <= config.data.val_share < 1:
-        raise ValueError(f"data.val_share is {config.data.val_share:g}: give a share from 0 to below 1")
+        raise ValueError(
+            f"data.val_share is {config.data.val_share:g}: give a number of at least 0 and below 1"
+        )
 
 
 SEGMENTATION = Benchmark(Config, Path(__file__).parent / "configs", "camvid-fl", RECIPES, PROTOCOL, check)

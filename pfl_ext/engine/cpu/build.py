@@ -106,7 +106,7 @@ def _found(folder: Path, name: str) -> Path | None:
 
 def _built(program: str, folder: Path, name: str) -> Path:
     """Compile the library."""
-    print("compiling layers for this processor: some ten seconds, once", file=sys.stderr, flush=True)
+    print("compiling layers for this processor: about ten seconds, only once", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         made = Path(place) / "made.so"
         command = [program, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]

@@ -85,12 +85,12 @@ def test_rows_of_named_keys_may_differ_in_others_and_say_so(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--columns", "local.rate"], "no run has a key local.rate that has an effect; those that differ: "),
+        (["--columns", "local.rate"], "no run has a key local.rate that has an effect; the keys that"),
         (["--columns", "local"], "local is a section: name one of its keys, such as local.batch_size"),
         (["--columns", "seed"], "no run has a key seed that has an effect"),
-        ([*BY_RATE, "--rows", RATE], f"{RATE} cannot make rows and columns at once"),
-        (["--columns", "federated.algorithm", "--rows", SERVER], r"name in --rows what differs \("),
-        (["--rows", RATE], "--rows has no effect without --columns"),
+        ([*BY_RATE, "--rows", RATE], f"{RATE} cannot be used for rows and columns at the same time"),
+        (["--columns", "federated.algorithm", "--rows", SERVER], r"add the keys in which they differ \("),
+        (["--rows", RATE], "--rows can be used only with --columns"),
     ],
 )
 def test_what_makes_no_table_is_refused(words: list[str], why: str, runs: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_what_makes_no_table_is_refused(words: list[str], why: str, runs: Path, 
 def test_one_cell_has_one_group_and_all_are_judged_alike(tmp_path: Path) -> None:
     made_run(tmp_path / "vision", "cifar10-fedavg", 0, 40.0)
     make_run(tmp_path / "one", "fl-r-17")
-    with pytest.raises(ValueError, match="judged by the same scores"):
+    with pytest.raises(ValueError, match="--columns needs runs that have the same scores; leave the others"):
         written(tmp_path, str(tmp_path), *BY_RATE)
 
 
@@ -172,11 +172,11 @@ def test_names_take_the_place_of_labels_everywhere_and_order_the_groups(runs: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fedavg: FedAvg", "nothing is called 'fedavg'; there are FL-R-17, "),
-        ("FL-R-17: FedAvg\nFL-R-17, algorithm scaffold: FedAvg", "gives 'FedAvg' to two of them"),
-        ("FL-R-17: [a, b]", "the name of 'FL-R-17' is no text"),
-        ("FL-R-17: ''", "the name of 'FL-R-17' is no text"),
-        ("[", "is not readable YAML"),
+        ("fedavg: FedAvg", "there is no group or run named 'fedavg'; there are FL-R-17,"),
+        ("FL-R-17: FedAvg\nFL-R-17, algorithm scaffold: FedAvg", "--names gives the name 'FedAvg' to two"),
+        ("FL-R-17: [a, b]", "the name of 'FL-R-17' is not text; put it in quotes"),
+        ("FL-R-17: ''", "the name of 'FL-R-17' is not text; put it in quotes"),
+        ("[", "is not valid YAML:"),
     ],
 )
 def test_names_that_cannot_be_are_refused(text: str, message: str, runs: Path, tmp_path: Path) -> None:

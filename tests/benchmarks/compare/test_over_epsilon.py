@@ -42,5 +42,5 @@ def test_curves_over_epsilon_have_the_last_model_of_each(tmp_path: Path) -> None
 def test_a_damaged_epsilon_is_one_line(spent: str, tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", "pfl-r-17") / "metrics.jsonl"
     path.write_text(path.read_text().replace('"val"', f'"epsilon": {spent}, "val"', 1))
-    with pytest.raises(ValueError, match="holds no whole run"):
+    with pytest.raises(ValueError, match="is not a complete run"):
         charts.charts(compare([tmp_path]))

@@ -180,7 +180,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(
 
 
 NEEDS = (
-    "aggregation.kind is krum, which needs n > 2 f + 2, and a round has n = 4 updates of which f = 1 may be"
+    "aggregation.kind is krum, which needs n > 2 f + 2, but a round has n = 4 updates, of which f = 1 may be"
 )
 
 
@@ -193,9 +193,9 @@ NEEDS = (
         ([f"{RULE}kind=krum", f"{RULE}options.tolerated=0.5"], "aggregation.options.tolerated is '0.5': "),
         (
             [f"{RULE}kind=median", f"{RULE}options.tolerated=0.2"],
-            "is no option of median, which has bucket_si",
+            "is not an option of median, which has bucket_si",
         ),
-        ([f"{RULE}kind=multi_krum", f"{RULE}options.kept=5"], "kept is 5, above n - f = 4 of a round: lower"),
+        ([f"{RULE}kind=multi_krum", f"{RULE}options.kept=5"], "aggregation.options.kept is 5, but must be"),
         (
             [f"{RULE}kind=norm_bound", f"{RULE}options.bound=1e30"],
             "aggregation.options.bound is 1e+30: it mu",
@@ -206,11 +206,11 @@ NEEDS = (
         ),
         (
             [f"{RULE}kind=median", "--federated.replacement=true"],
-            "aggregation.kind is median, for which each",
+            "aggregation.kind is median, which needs exact",
         ),
         (
             [f"{ATTACK}kind=alie", "--federated.replacement=true"],
-            "attack.kind is alie, for which each user of",
+            "attack.kind is alie, which needs exactly one update of each user in a",
         ),
         (
             [f"{ATTACK}kind=alie", "--compression.kind=sign"],
@@ -222,10 +222,10 @@ NEEDS = (
         ),
         ([f"{ATTACK}share=0.3"], "--attack.share has no effect where attack.kind is honest"),
         ([f"{ATTACK}kind=alie", f"{ATTACK}share=0.5"], "attack.share is '0.5': "),
-        ([f"{ATTACK}kind=alie", f"{ATTACK}share=0.02"], "attack.share is 0.02, which makes none of 12 users"),
+        ([f"{ATTACK}kind=alie", f"{ATTACK}share=0.02"], "attack.share is 0.02, with which none of the 12"),
         (
             [f"{RULE}kind=median", "--federated.algorithm=fednova"],
-            "federated.algorithm fednova does not take",
+            "but federated.algorithm fednova does not support it: set",
         ),
         (
             [f"{ATTACK}kind=boost", "--federated.algorithm=scaffold"],
@@ -233,7 +233,7 @@ NEEDS = (
         ),
         (
             [f"{RULE}kind=norm_bound", "--federated.algorithm=fedper"],
-            "federated.algorithm fedper does not ta",
+            "but federated.algorithm fedper does not support it: set",
         ),
         ([f"{RULE}kind=median", *PRIVATE], "privacy refuses aggregation.kind = median"),
         ([f"{ATTACK}kind=sign_flip", *PRIVATE], "privacy refuses attack.kind = sign_flip"),

@@ -82,5 +82,5 @@ def test_what_a_round_sends() -> None:
     assert FedAvg().bytes(model) == (size, size)
     assert FedNova().bytes(model) == (size, size + 4), "the number of steps besides"
     controls = Controls(module, ["user"])
-    assert Scaffold(controls).bytes(model) == (2 * size, 2 * size), "control variates besides"
+    assert Scaffold(controls).bytes(model) == (2 * size, 2 * size), "also send control variates"
     assert FedDyn(controls).bytes(model) == (size, size), "the server computes h from the updates"

@@ -101,11 +101,11 @@ def test_without_privacy_moments_are_exact_and_images_meet_the_layer_that_featur
     [
         (
             (*SCATTER, "--model.trained=all"),
-            "which is for features of frozen layers, and model.trained is all",
+            "works only with frozen layers, but model.trained is all",
         ),
         (
             (*SCATTER, *PRIVATE[:-2]),
-            "which reads all training images, and privacy.moments_multiplier is none",
+            "reads all training images, but privacy.moments_multiplier is none",
         ),
         (
             (*SCATTER, "--runtime.cache_features=false"),
@@ -113,7 +113,7 @@ def test_without_privacy_moments_are_exact_and_images_meet_the_layer_that_featur
         ),
         (
             (*SCATTER, "--augment.flip=horizontal"),
-            "features are not computed once: augment.flip is horizontal",
+            "but features are not computed only once: augment.flip is horizontal",
         ),
         ((*SCATTER, "--model.groups=9"), "--model.groups has no effect where model.channel_norm is data"),
         ((*HEAD, *PRIVATE), "privacy.moments_multiplier has no effect where model.channel_norm is group"),

@@ -44,11 +44,11 @@ def test_options_that_both_have_stay(of_a_run: str) -> None:
 
 @pytest.mark.parametrize("base", ["--config=fedrep", None])
 def test_options_that_were_typed_must_be_those_of_the_choice(base: str | None, of_a_run: str) -> None:
-    with pytest.raises(ValueError, match=r"federated\.options\.held_out is no option of fedavg"):
+    with pytest.raises(ValueError, match=r"federated\.options\.held_out is not an option of fedavg"):
         options_of(base or of_a_run, "--federated.algorithm=fedavg", f"{HELD_OUT}=0.1")
 
 
 def test_a_files_own_options_must_be_those_of_its_choice(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("federated: {algorithm: fedavg, options: {held_out: 0.1}}")
-    with pytest.raises(ValueError, match=r"federated\.options\.held_out is no option of fedavg"):
+    with pytest.raises(ValueError, match=r"federated\.options\.held_out is not an option of fedavg"):
         options_of(f"--config={tmp_path / 'own.yaml'}")

@@ -102,13 +102,13 @@ def test_a_private_head_is_killed_and_goes_on_and_says_what_was_protected(
     [
         (
             ("--evaluation.best_by=loss",),
-            "fed3r has no model of all users before its last round: set it to last",
+            "fed3r has a model for all users only after the last round: set",
         ),
         (
             ("--federated.cohort_size=5", "--federated.num_rounds=2"),
-            "asks each of 12 users once, 5 in a round",
+            "needs each of the 12 users exactly once, with 5 in a round: set",
         ),
-        (("--model.trained=all",), "Fed3R computes the last layer alone: set model.trained to head"),
+        (("--model.trained=all",), "Fed3R computes only the last layer: set model.trained to head"),
         (
             ("--local.learning_rate=0.5",),
             "--local.learning_rate has no effect where federated.algorithm is fed3r",
@@ -123,10 +123,10 @@ def test_a_private_head_is_killed_and_goes_on_and_says_what_was_protected(
             ("--runtime.precision=bf16",),
             "--runtime.precision has no effect where federated.algorithm is fed3r",
         ),
-        (("--federated.options.shrinkage=1",), "shrinkage is no option of fed3r, which has unit_features"),
+        (("--federated.options.shrinkage=1",), "shrinkage is not an option of fed3r, which has"),
         (
             ("--federated.algorithm=fedcof",),
-            "FedCOF is for images with one label each: choose fed3r or fedncm",
+            "FedCOF needs images with exactly one label each: choose fed3r or fedncm",
         ),
         (
             ("--federated.algorithm=fedcof", "--config=pfl-r-17"),
@@ -134,12 +134,14 @@ def test_a_private_head_is_killed_and_goes_on_and_says_what_was_protected(
         ),
         (
             ("--local_privacy.epsilon=8",),
-            "private Fed3R adds its noise once, to the sum over all users: set federated.num_rounds to 1 and "
-            "federated.cohort_size to 12",
+            (
+                "private Fed3R adds its noise only once, to the sum over all users: set "
+                "federated.num_rounds to 1 and federated.cohort_size to 12"
+            ),
         ),
         (
             (*CENTRAL, "--federated.cohort_size=6"),
-            "private Fed3R adds its noise once, to the sum over all users",
+            "private Fed3R adds its noise only once, to the sum over all users: set",
         ),
     ],
 )

@@ -157,16 +157,16 @@ def test_every_field_has_a_description_of_one_line_which_help_shows(
         (["--local.batch_size=0"], "local.batch_size is '0': input should be greater than 0"),
         (["--server.optimizer=adm"], "server.optimizer is 'adm': choose one of adagrad, adam, sgd, yogi"),
         (["--local=3"], "local is '3'"),
-        (["--local=3", "--local.batch_size=3"], "--local was given a value of its own"),
+        (["--local=3", "--local.batch_size=3"], "--local has already been given a value"),
         (["--seed=-1"], "seed is '-1'"),
         (["--server.learning_rate=nan"], "server.learning_rate is 'nan'"),
-        (["--config=nowhere.yaml"], "--config nowhere.yaml: no such file and no shipped config"),
+        (["--config=nowhere.yaml"], "--config nowhere.yaml: no such file, and not the name of a config of"),
         (["--recipe=pfll"], "recipe is 'pfll': choose one of paper, pfl"),
         (["--scale=huge"], "scale is 'huge'"),
         (["--resume=maybe"], "--resume is 'maybe'"),
         (["stray"], "cannot read the argument 'stray'"),
         (["--seed"], "--seed needs a value"),
-        (["--data.image_size=100"], "model.input_size is 224, more than data.image_size = 100"),
+        (["--data.image_size=100"], "model.input_size is 224, but must be at most data.image_size = 100"),
         (["--runtime.precision=fp8"], "runtime.precision|precision is 'fp8'"),
         (["--federated.algorithm=scaffold", "--federated.replacement=true"], "set federated.replacement to"),
         (
@@ -202,16 +202,16 @@ def test_a_mistake_is_named_with_its_mend(argv: list[str], message: str) -> None
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("seed: [1", "not readable YAML"),
+        ("seed: [1", "is not valid YAML:"),
         ("- a\n- b", "must hold a mapping"),
-        ("seed: 1\nseed: 2", "stands twice"),
+        ("seed: 1\nseed: 2", "is there twice"),
         ("federatd:\n  mu: 1", "did you mean federated?"),
-        ("!!python/object/apply:os.system ['true']", "not readable YAML"),
+        ("!!python/object/apply:os.system ['true']", "is not valid YAML:"),
         ("local: 3", "local is 3"),
         ("seed: true", "seed is true: give a number"),
         ("local:\n  momentum: false", "local.momentum is false: give a number"),
         ("privacy:\n  delta: true", "privacy.delta is true: give a number"),
-        ("\x00", "not readable YAML"),
+        ("\x00", "is not valid YAML:"),
     ],
 )
 def test_a_bad_yaml_is_refused_in_one_line(text: str, message: str, tmp_path: Path) -> None:
@@ -255,12 +255,12 @@ def test_the_mini_scale_changes_size_and_not_the_task(name: str) -> None:
     "text, message",
     [
         ("a: &a [x, x]\nb: &b [*a, *a]\n", "aliases are not allowed"),
-        ("seed: " + "[" * 50_000, "not readable YAML"),
-        ("seed: 2001-99-99", "not readable YAML"),
-        ("seed: !!python/object/apply:os.system [id]", "not readable YAML"),
-        ("seed: \x00", "not readable YAML"),
-        ("seed: " + "9" * 5_000, "not readable YAML"),
-        ("? [a, b]\n: 1\n", "not readable YAML"),
+        ("seed: " + "[" * 50_000, "is not valid YAML:"),
+        ("seed: 2001-99-99", "is not valid YAML:"),
+        ("seed: !!python/object/apply:os.system [id]", "is not valid YAML:"),
+        ("seed: \x00", "is not valid YAML:"),
+        ("seed: " + "9" * 5_000, "is not valid YAML:"),
+        ("? [a, b]\n: 1\n", "is not valid YAML:"),
         ("1: 2\n", "1"),
         ("- 1\n", "must hold a mapping"),
     ],
@@ -385,11 +385,11 @@ def test_the_weights_files_content_belongs_to_the_config(tmp_path: Path) -> None
     assert "weights_sha256" not in config_tree(config())["model"], "digests from before stay"
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(config_tree(made)))
-    with pytest.raises(ValueError, match=r"other\.pth is not the file of the config"):
+    with pytest.raises(ValueError, match=r"other\.pth is not the file that the config"):
         parse([f"--config={path}", f"--weights={other}"])
     with pytest.raises(ValueError, match="give their file with --weights"):
         build_model(parse([f"--config={path}"]).config, 17, None, MultiLabel())
     with pytest.raises(ValueError, match=r"nowhere\.pth: no such file"):
         parse(["--config=fl-f-17", "--weights=nowhere.pth"])
-    with pytest.raises(ValueError, match="--weights is for fine-tuning"):
+    with pytest.raises(ValueError, match="--weights can be used only if pretrained weights are loaded: add"):
         parse([f"--weights={one}"])

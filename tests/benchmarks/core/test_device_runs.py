@@ -156,7 +156,7 @@ def test_a_round_in_which_nobody_reports_changes_nothing_but_the_time(
     """A run of such rounds alone is refused."""
     argv = (*CLASSES_OF_RUN, "--devices.deadline_s=0.001", "--devices.late=drop", *SGD)
     train(*argv, code=2)
-    assert "devices.deadline_s is 0.001, and the fastest user needs " in error_line(capsys)
+    assert "devices.deadline_s is 0.001, but the fastest user needs " in error_line(capsys)
     monkeypatch.setattr(Turnouts, "check_deadline", lambda _: None)
     directory = train(*argv)
     first, second, third, _ = lines(directory)
@@ -242,20 +242,20 @@ def test_a_private_sum_moves_by_the_bound_at_most_whoever_drops_out(tmp_path: Pa
 REFUSED = (
     (["--devices.drop_out=1"], "devices.drop_out is '1'"),
     (["--devices.dropout=0.1"], "there is no config key devices.dropout; did you mean devices.drop_out?"),
-    (["--devices.classes.a.share=1"], "devices.classes.a needs the keys share, ms_per_sample"),
+    (["--devices.classes.a.share=1"], "devices.classes.a needs exactly the keys share, ms_per_sample"),
     (["--devices.capacities=none.csv"], "devices.capacities none.csv: no such file"),
-    (["--devices.stragglers=0.5", "--devices.late=drop", "--local.num_epochs=1"], "set that to 2"),
-    (["--devices.drop_out=0.1", "--federated.replacement=true"], "devices takes each user once in a round"),
+    (["--devices.stragglers=0.5", "--devices.late=drop", "--local.num_epochs=1"], "set local.num_epochs to"),
+    (["--devices.drop_out=0.1", "--federated.replacement=true"], "devices needs each user at most once in"),
     (["--devices.drop_out=0.1", "--mode=centralised"], "has no effect where mode is centralised"),
     (
         ["--devices.drop_out=0.1", "--federated.algorithm=hierarchical"],
-        "does not take that: set devices to none, or choose fedavg or ",
+        "does not support it: set devices to none, or choose fedavg or",
     ),
     (
         ["--devices.drop_out=0.1", "--federated.algorithm=scaffold", "--federated.scaffold_option=I"],
-        "SCAFFOLD's option I takes one more pass",
+        "SCAFFOLD's option I needs one more pass over the images, which",
     ),
-    ([*CLASSES_OF_RUN, "--devices.over_selection=4"], "asks 16 users, and there are only 12"),
+    ([*CLASSES_OF_RUN, "--devices.over_selection=4"], "draws 16 users, but there are only 12"),
     (["--config=pfl-r-17", *LATE], "privacy refuses devices.deadline_s = 2.5"),
     (["--config=pfl-r-17", *CLASSES_OF_RUN, "--devices.over_selection=2"], "refuses devices.over_selection"),
 )

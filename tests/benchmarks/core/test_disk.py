@@ -42,7 +42,7 @@ def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_writes_anythin
     monkeypatch.setattr(disk, "free", lambda folder: need - 1)
     directory = train(*words, code=2)
     assert "GB in" in (said := error_line(capsys))
-    assert said.endswith("are free: make room, or choose another --run_dir")
+    assert said.endswith("GB are free: free some space, or choose another --run_dir")
     assert not directory.exists()
     monkeypatch.setattr(disk, "free", lambda folder: need)
     train(*words)

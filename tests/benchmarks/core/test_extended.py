@@ -73,21 +73,21 @@ def test_a_longer_run_that_is_killed_goes_on_itself(train: Train) -> None:
             ("--local.learning_rate=0.3",),
             "is a run of another config (federated.num_rounds: 2 -> 4; local",
         ),
-        (("--runtime.keep_checkpoints=false",), (), "has no checkpoint, as a run that has ended keeps it"),
+        (("--runtime.keep_checkpoints=false",), (), "has no checkpoint, because a finished run keeps it"),
         (
             ("--evaluation.every_rounds=3",),
             ("--evaluation.every_rounds=3",),
-            "which is no multiple of evaluation",
+            "which is not a multiple of evaluation",
         ),
         (
             ("--local.schedule=cosine",),
             ("--local.schedule=cosine",),
-            "a run of 4 rounds would have had others",
+            "so a run of 4 rounds would have used other rates: start a new run",
         ),
         (
             ("--local_privacy.epsilon=4", "--federated.weighting=users", "--seed=1"),
             ("--local_privacy.epsilon=4", "--federated.weighting=users", "--seed=1"),
-            "is private, and its noise is for 2 rounds",
+            "is private, and its noise was computed for 2 rounds, so it cannot be",
         ),
     ],
 )
@@ -101,15 +101,15 @@ def test_what_would_be_another_run_is_refused(
 def test_other_data_and_folders_without_a_run_are_refused(
     train: Train, refused: Refused, tmp_path: Path, classes_file: Path
 ) -> None:
-    refused(f"--extend {tmp_path} holds no run", f"--extend={tmp_path}")
+    refused(f"--extend {tmp_path} has no run", f"--extend={tmp_path}")
     short = train(*KEPT, "--federated.num_rounds=2", name="short")
     words = (f"--extend={short}", f"--data_path={classes_file}")
-    refused("is a run on other data: give its file by --data_path", "--federated.num_rounds=4", *words)
+    refused("is a run on other data: give its data file with --data_path", "--federated.num_rounds=4", *words)
 
 
 def test_a_longer_run_in_the_same_folder_is_told_how(train: Train, refused: Refused) -> None:
     directory = train(*KEPT, "--federated.num_rounds=2")
-    refused(f"--extend {directory} makes a longer run of it", "--federated.num_rounds=4")
+    refused(f"--extend {directory}; to train this run for longer", "--federated.num_rounds=4")
 
 
 def test_a_config_that_was_edited_is_not_that_of_the_checkpoint(train: Train, refused: Refused) -> None:
@@ -120,9 +120,9 @@ def test_a_config_that_was_edited_is_not_that_of_the_checkpoint(train: Train, re
         re.sub(r"(local:.*?learning_rate: )0\.1", r"\g<1>0.3", config.read_text(), flags=re.DOTALL)
     )
     words = ("--federated.num_rounds=4", "--local.learning_rate=0.3", f"--extend={short}")
-    refused("holds a config.yaml that is not the one of its checkpoint", *words, name="longer")
+    refused("does not belong to its checkpoint", *words, name="longer")
     (short / "checkpoint" / "data.json").unlink()
-    refused("holds a config.yaml that is not", *words, name="longer")
+    refused("does not belong to its checkpoint", *words, name="longer")
 
 
 def test_where_states_of_users_are_damaged_it_goes_on_from_the_checkpoint_before(train: Train) -> None:

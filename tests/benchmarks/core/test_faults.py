@@ -189,7 +189,7 @@ def test_another_data_file_is_refused_and_a_copy_is_not(
     cut(dies_in=2)
     other = tmp_path / "other.hdf5"
     write_mini(other, replace(TINY, seed=1))
-    refused("holds a run on other data", *LONG, f"--data_path={other}")
+    refused("has a run on other data", *LONG, f"--data_path={other}")
     copy = Path(shutil.copy(mini_file, tmp_path / "copy.hdf5"))
     directory = train(*LONG, f"--data_path={copy}")
     assert "resuming at round 2" in capsys.readouterr().err
@@ -212,8 +212,9 @@ def test_a_data_file_that_was_changed_in_place_is_refused(
     capsys.readouterr()
     train(*LONG, f"--data_path={copy}", code=2)
     assert error_line(capsys) == (
-        f"error: {copy} is damaged: train/{column} does not agree with its checksum; make it again with its "
-        f"data set's download_preprocess command, or see python -m dataset.store {copy}"
+        f"error: {copy} is damaged: train/{column} does not match its checksum; make it again with the "
+        "command that made it (download_preprocess or dataset.convert), or check it with "
+        f"python -m dataset.store {copy}"
     )
 
 
@@ -225,7 +226,7 @@ def test_metrics_that_were_changed_under_a_checkpoint_are_refused(
     content = metrics.read_bytes()
     for changed in (content[:20], content.replace(b'"round": 1', b'"round": 7'), b""):
         metrics.write_bytes(changed)
-        refused("metrics.jsonl is not the one", *LONG)
+        refused("metrics.jsonl does not belong to", *LONG)
     metrics.write_bytes(content + b'{"round": 5, "sec')  # a line that a kill cut off
     train(*LONG)
     assert [line["round"] for line in lines(directory)] == list(range(7))
@@ -277,9 +278,9 @@ def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
         patch.setattr(PflLoop, "round", signalled(number, 1, times=1))
         directory = train(*argv, code=75)
     assert said(capsys) == [
-        f"{number.name}: stopping after this round; once more abandons it",
+        f"{number.name}: stopping after this round; a second signal stops at once",
         f"stopped by {number.name}, 2 of 6 rounds are done and {directory}/checkpoint/last.safetensors is "
-        "written; the same command goes on from here",
+        "written; run the same command again to continue",
     ]
     assert [line["round"] for line in lines(directory)] == [0, 1]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -309,7 +310,7 @@ def test_a_second_signal_abandons_the_round(
     with monkeypatch.context() as patch:
         patch.setattr(PflLoop, "round", signalled(signal.SIGTERM, 3, times=2))
         directory = train(*LONG, code=75)
-    assert "the round under way is lost" in capsys.readouterr().err
+    assert "the current round is lost" in capsys.readouterr().err
     assert [line["round"] for line in lines(directory)] == [0, 1, 2]
     train(*LONG)
     assert lasting(directory) == lasting(whole)
@@ -324,7 +325,7 @@ def test_a_signal_before_the_first_round_stops_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "finished", early)
         train(*SHORT, code=75)
-    assert capsys.readouterr().err == "stopped by SIGTERM; the same command goes on from here\n"
+    assert capsys.readouterr().err == "stopped by SIGTERM; run the same command again to continue\n"
     train(*SHORT)
 
 

@@ -183,7 +183,7 @@ def test_a_full_disk_ends_in_one_line(
     directory = train_into(tmp_path / "run", own_file, *HEAD, code=2)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: the features need ")
-    assert error.endswith("make room, or set runtime.cache_features to false")
+    assert error.endswith("free some space, or set runtime.cache_features to false")
     assert not list(directory.glob("*.jsonl"))
 
 
@@ -191,7 +191,7 @@ def test_a_bottleneck_that_would_never_learn_is_refused(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(*HEAD, "--model.bottleneck=4", code=2)
-    assert "model.trained is head, and a bottleneck before it would never learn" in capsys.readouterr().err
+    assert "model.trained is head, so a bottleneck before the head would not be" in capsys.readouterr().err
 
 
 HALF = "--model.feature_format=float16"
@@ -245,7 +245,7 @@ def test_a_killed_run_on_half_precision_goes_on_to_the_bit_and_with_no_other_for
         train_into(tmp_path / "killed", own_file, *HEAD, HALF, code=130)
     capsys.readouterr()
     train_into(tmp_path / "killed", own_file, *HEAD, code=2)
-    assert "holds a run of another config (model.feature_format: float16 -> " in capsys.readouterr().err
+    assert "has a run of another config (model.feature_format: float16 -> " in capsys.readouterr().err
     killed = train_into(tmp_path / "killed", own_file, *HEAD, HALF)
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
@@ -268,11 +268,11 @@ def test_the_format_is_part_of_a_config_only_where_it_is_another() -> None:
         ),
         (
             ("--augment.flip=horizontal",),
-            "model.feature_format is float16, and features are not computed once: augment.flip is horizontal",
+            ("model.feature_format is float16, but features are not computed only once: augment.flip is"),
         ),
         (
             ("--model.arch=squeezenet1_1",),
-            "model.feature_format is float16, and features are not computed once: the layer classifier.1",
+            "model.feature_format is float16, but features are not computed only once: the layer",
         ),
         (
             ("--model.trained=all",),
@@ -297,6 +297,6 @@ def test_features_beyond_half_precision_are_refused_in_one_line(
     with mock.patch.object(Split, "features", large):
         directory = train_into(tmp_path / "run", own_file, *HEAD, HALF, code=2)
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: the frozen layers give numbers of up to 7000")
-    assert error.endswith(", and model.feature_format float16 ends at 65504: set it to float32")
+    assert error.startswith("error: the frozen layers compute numbers of up to 7000")
+    assert error.endswith(", but model.feature_format float16 has a maximum of 65504: set it to float32")
     assert not list(directory.glob("*.jsonl"))

@@ -296,7 +296,7 @@ def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
     vision: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, directory = killed_and_resumed(vision, 2, *KEYS)
-    assert "FedGKT: 4 users are the clients; 8 others take no part" in capsys.readouterr().err
+    assert "FedGKT: 4 users are the clients; 8 other users do not take part" in capsys.readouterr().err
     ours, theirs = (last_checkpoint(path) for path in (directory, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -337,7 +337,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(
 
 def test_privacy_and_several_labels_are_refused(refused: Refused) -> None:
     refused("privacy refuses federated.algorithm = fedgkt", KEYS[0], "--config=pfl-r-17")
-    refused("fedgkt compares softmaxes of one label for each image", KEYS[0])
+    refused("fedgkt needs exactly one label for each image: choose another algorithm", KEYS[0])
 
 
 def test_dropout_and_what_has_no_room_are_refused() -> None:
@@ -355,7 +355,7 @@ def test_dropout_and_what_has_no_room_are_refused() -> None:
         options=FedGKTOptions(),
     )
     with pytest.raises(
-        ValueError, match="fedgkt drops no units and hides no squares, as the server has no keys"
+        ValueError, match=r"fedgkt does not support dropout and cutout: set model.dropout to false and"
     ):
         FedGKT.check(dropping)
     dropping.module.task = MultiLabel()

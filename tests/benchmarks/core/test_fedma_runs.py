@@ -198,21 +198,21 @@ def test_what_is_sent_is_counted(train: Train) -> None:
     ("words", "message"),
     [
         (["--federated.num_rounds=7"], "set federated.num_rounds to a multiple of 5, such as 5"),
-        (["--model.arch=resnet18", "--model.input_size=16"], "plain networks, without norms, branches or fr"),
+        (["--model.arch=resnet18", "--model.input_size=16"], "plain networks (no norms, branches or fr"),
         (
             ["--model.trained=head"],
-            "set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and set model.trai",
+            "set model.arch to lenet, fedavg_cnn, simple_cnn, cifar_cnn or vgg9, and model.trai",
         ),
-        (["--model.bottleneck=8"], "fedma matches the neurons of plain networks"),
-        (["--evaluation.best_by=loss"], "has no model of all users before its last round: set it to last"),
+        (["--model.bottleneck=8"], "fedma supports only plain networks"),
+        (["--evaluation.best_by=loss"], "has a model for all users only after the last round: set"),
         (["--server.optimizer=sgd"], "--server.optimizer has no effect where federated.algorithm is fedma"),
-        (["--federated.replacement=true"], "draw cohorts without replacement, set federated.replacement"),
+        (["--federated.replacement=true"], "must not be drawn twice in a cohort: set federated.replacement"),
         (["--federated.options.passes=-1"], "federated.options.passes is '-1': "),
-        (["--federated.options.growth=2"], "growth is no option of fedma, which has passes, room, sigma, si"),
+        (["--federated.options.growth=2"], "growth is not an option of fedma, which has passes, room"),
         (["--federated.options.room=1"], "federated.options.room is '1': "),
         (
             ["--federated.options.gamma=2"],
-            "federated.options.gamma has no effect where no neuron can be added",
+            "federated.options.gamma has no effect because no neuron can be added: remove",
         ),
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = fedma ("),
         (

@@ -99,7 +99,7 @@ def test_the_mini_set_comes_with_a_search_of_its_size_and_the_recipe_is_the_pape
         (["--federated.options.alpha_learning_rate=0"], "federated.options.alpha_learning_rate is '0': "),
         (
             ["--federated.options.lambda=1"],
-            "federated.options.lambda is no option of fednas, which has alpha_",
+            "federated.options.lambda is not an option of fednas, which has alpha_",
         ),
         (["--server.learning_rate=2"], "--server.learning_rate has no effect where federated.algorithm is f"),
         (
@@ -115,7 +115,7 @@ def test_the_mini_set_comes_with_a_search_of_its_size_and_the_recipe_is_the_pape
         (["--model.arch=darts"], "model.arch is darts, and model.genotype is none: give the results.json"),
         (["--model.cells=2"], "model.cells is '2': "),
         (["--model.groups=2"], "model.groups is 2, and a norm of 2 channels, model.cell_channels, would"),
-        (["--model.trained=head"], "fednas trains all weights with the architecture: set model.trained to a"),
+        (["--model.trained=head"], "fednas trains all weights together with the architecture: set"),
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = fednas"),
         (["--federated.weighting=users", "--local_privacy.epsilon=4"], "local_privacy refuses federated.al"),
     ],

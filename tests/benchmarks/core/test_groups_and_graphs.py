@@ -235,7 +235,7 @@ def test_a_network_is_of_some_users_where_a_cohort_is(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(*words("dsgd"), "--federated.num_rounds=3")
-    assert "DSGD: 4 users are the network; 8 others take no part" in capsys.readouterr().err
+    assert "DSGD: the network has 4 users; 8 other users do not take part" in capsys.readouterr().err
     assert len({line["images"] for line in lines(directory)[:-1]}) == 1, "the same users in each round"
 
 
@@ -245,13 +245,13 @@ COHORT = "--federated.cohort_size"
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["hierarchical", "--federated.options.groups=13"], "groups is 13 and there are 12 users: set it to"),
+        (["hierarchical", "--federated.options.groups=13"], "federated.options.groups is 13, but there are"),
         (["hierarchical", "--federated.options.groups=0"], "federated.options.groups is '0': "),
         (["hierarchical", "--federated.options.inner_rounds=x"], "federated.options.inner_rounds is 'x': "),
         (["dsgd", "--federated.options.graph=square"], "federated.options.graph is 'square': "),
         (["dsgd", "--federated.options.probability=2"], "federated.options.probability is '2': "),
         (["dsgd", "--federated.options.probability=0.5"], "probability has no effect on the graph ring: "),
-        (["dsgd", "--federated.options.graph=torus", f"{COHORT}=7"], "7 users cannot be divided into them"),
+        (["dsgd", "--federated.options.graph=torus", f"{COHORT}=7"], "7 users cannot be arranged in the"),
         (
             ["dsgd", "--federated.options.graph=complete", "--federated.options.time_varying=true"],
             "a complete graph is the same in every round",
@@ -269,7 +269,7 @@ COHORT = "--federated.cohort_size"
                 "--federated.options.graph=one_peer_exponential",
                 "--federated.options.time_varying=1",
             ],
-            "one_peer_exponential is another graph in every round by itself",
+            "one_peer_exponential already changes in every round: set",
         ),
         (["dsgd", "--config=pfl-r-17"], "privacy refuses federated.algorithm = dsgd"),
         (["pushsum", "--config=pfl-r-17"], "privacy refuses federated.algorithm = pushsum"),
@@ -303,7 +303,7 @@ def test_a_network_larger_than_the_population_is_refused_where_cohorts_may_be() 
     setup: Any = SimpleNamespace(
         options=DSGDOptions(), cohort_size=13, users=SimpleNamespace(num_users=12), module=quadratics.module()
     )
-    with pytest.raises(ValueError, match="the network of DSGD has a user only once: set it to at most 12"):
+    with pytest.raises(ValueError, match="but DSGD needs different users and there are only 12: set it to"):
         DSGD.check(setup)
 
 

@@ -55,7 +55,7 @@ def test_a_killed_run_with_such_rates_goes_on_to_the_bit(words: tuple[str, ...],
 def test_fednova_with_a_proximal_term_refuses_two_rates(train: Train, refused: Refused) -> None:
     nova = ("--federated.algorithm=fednova", "--local.head_rate_factor=3", "--federated.num_rounds=1")
     train(*nova)
-    message = "one learning rate: set local.head_rate_factor to 1, or federated.mu to none"
+    message = "needs a single learning rate: set local.head_rate_factor to 1, or federated.mu to none"
     refused(message, *nova, "--federated.mu=0.1", name="mu")
 
 

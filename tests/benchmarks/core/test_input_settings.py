@@ -70,11 +70,14 @@ def test_cutout_is_part_of_the_config_and_has_images_bring_keys() -> None:
         (["--augment.cutout=0"], r"augment\.cutout is '0'"),
         (
             ["--augment.cutout=33", "--model.input_size=32"],
-            "is 33, more than model.input_size = 32: choose a s",
+            "augment.cutout is 33, but must be at most model.input_size = 32: lower",
         ),
         (
             ["--augment.cutout=5", "--model.trained=head", "--augment.flip=horizontal", "--augment.views=2"],
-            "augment.cutout is 5, and augment.views 2, which stay as they were drawn: set one of the two",
+            (
+                "augment.cutout is 5 and augment.views is 2, but the two cannot be combined: set one "
+                "of them to"
+            ),
         ),
     ],
 )

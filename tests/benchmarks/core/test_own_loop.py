@@ -148,7 +148,7 @@ def test_options_that_no_algorithm_reads_leave_the_digest_alone(tmp_path: Path) 
         (["--federated.options.mixing=0.9"], "federated.options.mixing is '0.9': "),
         (
             ["--federated.options.mixin=0.1"],
-            "federated.options.mixin is no option of gossip, which",
+            "federated.options.mixin is not an option of gossip, which",
         ),
         (["--federated.mu=0.1"], "--federated.mu has no effect where federated.algorithm is gossip"),
         (

@@ -75,7 +75,7 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert "privacy: epsilon" in summary
     assert f"by RDP, a looser check, {simulated['epsilon_at_end_rdp']:.3f}" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
-    assert "set privacy.noise_cohort_size and privacy.noise_population to none" in summary
+    assert "simulates a larger system: set both to none" in summary
     assert "\nWARNING: delta is 0.01, which is large" in summary
     assert statement["as_executed"]["epsilon_at_end"] == statement["as_executed"]["mu_gdp"] == "infinite"
     assert "research only" not in summary
@@ -165,7 +165,7 @@ def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
     "argv, message",
     [
         (["--privacy.noise_cohort_size=13"], "only 12 users"),
-        (["--privacy.noise_cohort_size=3"], "below the cohort_size of 4"),
+        (["--privacy.noise_cohort_size=3"], "must be at least the cohort_size, 4"),
         (["--privacy.epsilon=0"], "privacy.epsilon is '0': input should be greater than 0"),
         (["--federated.weighting=images"], "set federated.weighting to users"),
         (["--federated.replacement=true"], "refuses federated.replacement = true"),
@@ -233,7 +233,7 @@ def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds
             ["--local_privacy.epsilon=1e8"],
             "local_privacy.epsilon is '1e8': input should be less than or equal to 100000",
         ),
-        (["--local_privacy.delta=0.09"], "local_privacy.delta is 0.09, not below one in 12 users"),
+        (["--local_privacy.delta=0.09"], "local_privacy.delta is 0.09, but must be below 1 / 12, one"),
         (["--local_privacy.mechanism=rappor"], "local_privacy.mechanism is 'rappor'"),
         (["--local_privacy.sigma=1"], "there is no config key local_privacy.sigma"),
     ],
@@ -313,7 +313,7 @@ def test_a_public_run_writes_nothing_that_depends_on_the_training_images(train: 
     "argv, message",
     [
         (["--seed=1"], "privacy.release public needs secret noise"),
-        (["--privacy.noise_cohort_size=10"], "privacy.release public needs a guarantee of the run itself"),
+        (["--privacy.noise_cohort_size=10"], "privacy.release public needs a guarantee of this run, but"),
     ],
 )
 def test_a_public_release_is_of_a_run_with_a_guarantee(

@@ -54,7 +54,7 @@ def test_users_of_two_splits_are_not_protected(
     words: tuple[str, ...], by_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_into(tmp_path / "run", by_images, *TWO_USERS, *words, code=2)
-    assert "users of val also train, " in error_line(capsys)
+    assert "users of val are also in train, " in error_line(capsys)
     assert not (tmp_path / "run").exists()
 
 
@@ -74,7 +74,7 @@ def test_weights_that_learnt_from_the_same_images_are_refused(
     )
     private = (*PRIVATE, *PUBLIC[1:], "--federated.cohort_size=2", *begin[:2])
     train_into(tmp_path / "private", mini_file, *private, f"--weights={between}", code=2)
-    assert "between/model.safetensors has learnt from the images of " in error_line(capsys)
+    assert "between/model.safetensors was trained on images of " in error_line(capsys)
     assert not (tmp_path / "private").exists()
     train_into(tmp_path / "private", other, *private, f"--weights={first}")
     public = (*private, PUBLIC[0], "--privacy.noise_seed=entropy")
@@ -195,7 +195,7 @@ def test_a_file_that_was_changed_in_place_is_refused(
         data[...] = np.roll(data[()], 1)
     capsys.readouterr()
     train_into(tmp_path / "run", changed, *PRIVATE, "--federated.cohort_size=1", code=2)
-    assert "train/annotations/labels/classes does not agree with its checksum" in error_line(capsys)
+    assert "train/annotations/labels/classes does not match its checksum" in error_line(capsys)
 
 
 @pytest.mark.parametrize("storage", ["raw", "jpeg"])

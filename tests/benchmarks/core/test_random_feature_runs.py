@@ -165,12 +165,12 @@ def test_users_are_fine_tuned_by_the_command_as_at_the_end(train: Train) -> None
         (("--model.random_features_width=2",), "has no effect where model.random_features is none: remove"),
         (("--model.random_features=0",), "model.random_features is '0': input should be greater than 0"),
         ((*RANDOM[:1], "--model.random_features_width=-1"), "model.random_features_width is '-1': input"),
-        ((*RANDOM, "--model.bottleneck=4"), "one layer stands before the last: set one of them to none"),
+        ((*RANDOM, "--model.bottleneck=4"), "but only one layer can be before the last: set one of them to"),
         ((*RANDOM, "--model.arch=squeezenet1_1", "--model.input_size=20"), "takes no random features; leave"),
         (("--model.random_features=10000000000",), "GB in each copy of it, where there are"),
         (
             (*HEAD, *RIDGE, "--model.random_features=300000"),
-            "Fed3R solves for a layer of 300,000 features, which takes up to 5,040.0 GB of memory, wh",
+            ("Fed3R solves for a layer of 300,000 features, which needs up to 5,040.0 GB of memory, but"),
         ),
     ],
 )

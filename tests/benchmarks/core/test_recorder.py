@@ -235,7 +235,7 @@ def test_a_duration_is_said_in_the_unit_that_fits() -> None:
 @pytest.mark.parametrize(
     "step, said",
     [
-        (0, "there is no checkpoint: starting again: round 0 is done again"),
+        (0, "there is no checkpoint: starting from the beginning: round 0 is done again"),
         (1, "last.safetensors: no round is done again"),
         (2, "last.safetensors: round 2 is done again"),
         (4, "last.safetensors: round 4 is done again"),

@@ -39,7 +39,7 @@ def test_each_config_has_a_folder_of_its_own_where_none_is_named(
     assert plain.name == "fl-r-17-tiny-seed0"
     assert re.fullmatch(rf"{plain.name}-[0-9a-f]+", other.name)
     assert "learning_rate: 0.07" in (other / "config.yaml").read_text()
-    assert capsys.readouterr().out.count("this run had ended before") == 2
+    assert capsys.readouterr().out.count("this run has already finished; its results, from") == 2
 
 
 def test_a_folder_names_another_algorithm_than_its_settings(
@@ -82,18 +82,20 @@ def test_the_config_of_a_run_brings_the_runs_file(
             assert run(main, [*words, *more, "--runtime.progress=false"]) == code
         return capsys.readouterr().err
 
-    assert "is left out" not in capsys.readouterr().out
+    assert "is removed (layers" not in capsys.readouterr().out
     again(f"--run_dir={tmp_path / 'second'}")
     assert results(tmp_path / "second") | {"wall_clock_s": 0} == results(first) | {"wall_clock_s": 0}
     data.rename(tmp_path / "moved.hdf5")
-    assert f"data file, {data}, which is not there: give --data_path" in again("--seed=7", code=2)
+    assert f"the data file of its run, {data}, which is not there: give it with --data_path" in again(
+        "--seed=7", code=2
+    )
     again("--seed=7", f"--run_dir={tmp_path / 'third'}", f"--data_path={tmp_path / 'moved.hdf5'}")
     write_mini(data, replace(TINY, train_users=9))
-    assert f"is of a run on other data than {data} holds today" in again("--seed=8", code=2)
+    assert f"belongs to a run on other data than {data} has now" in again("--seed=8", code=2)
     said = json.loads((first / "results.json").read_text())
     (first / "results.json").unlink()
     monkeypatch.chdir(tmp_path)  # where there is no data/flair.hdf5
-    assert "needs its run's data file, data/flair.hdf5, which is not there" in again("--seed=8", code=2)
+    assert "needs the data file of its run, data/flair.hdf5, which is not there" in again("--seed=8", code=2)
     write_json(first / "results.json", {"dataset": said["dataset"]})  # as of a public release
     (first / "checkpoint" / "data.json").unlink()
     again("--seed=8", f"--run_dir={tmp_path / 'fourth'}")
@@ -118,7 +120,7 @@ def test_no_scale_is_laid_over_the_config_of_a_run(
     config = Flair.benchmark.parse(["--config", "fl-r-17", "--federated.cohort_size=7"]).config
     write_bytes(tmp_path / "run" / "config.yaml", yaml.safe_dump(config_tree(config)).encode())
     words = ["--config", "run/config.yaml"]
-    with pytest.raises(ValueError, match=r"needs its run's data file, data/flair.hdf5, which is not there"):
+    with pytest.raises(ValueError, match=r"needs the data file of its run, data/flair.hdf5, which is not"):
         Flair.resolve_data(words)
     stand_in = Flair.source(config).mini
     assert Flair.resolve_data([*words, "--data_path=mini"]) == ([*words, "--data_path=mini"], stand_in)
@@ -134,7 +136,7 @@ def test_what_is_said_of_a_longer_run_can_be_typed(
     directory = train("--runtime.keep_checkpoints=false")
     train("--federated.num_rounds=4", code=2)
     said = error_line(capsys)
-    words = re.search(r"--run_dir; (--.*) lets a new run begin with its model", said)
+    words = re.search(r"--run_dir; to start a new run from its model, add (--.*)", said)
     assert words is not None, said
     train(*words[1].split(), "--federated.num_rounds=1", name="more")
     assert results(tmp_path / "more")["weights"]["sha256"] == results(directory)["model_sha256"]
@@ -148,14 +150,14 @@ def test_what_is_said_of_a_resnet_from_scratch_can_be_typed(
     words = (*scratch, "--federated.cohort_size=1", "--local.max_images=1", "--model.groups=4")
     first = train(*words, "--federated.num_rounds=1", "--runtime.keep_checkpoints=false")
     train(*words, "--federated.num_rounds=4", code=2)
-    said = re.search(r"--run_dir; (--.*) lets a new run begin with its model", error_line(capsys))
+    said = re.search(r"--run_dir; to start a new run from its model, add (--.*)", error_line(capsys))
     assert said is not None
     assert "--model.norm group" in said[1]
     again = (*words[:-2], *said[1].split(), "--local.max_images=1", "--federated.num_rounds=1")
     train(*again, name="more", code=2)
-    assert "model.groups is 32, and the weights of resnet18 were trained with other groups: set it to 4" in (
-        error_line(capsys)
-    )
+    assert (
+        "model.groups is 32, but the weights of resnet18 were trained with other groups: set it to 4"
+    ) in (error_line(capsys))
     train(*again, "--model.groups=4", "--model.normalisation=half", name="more", code=2)
     assert "were trained on another input: set it to imagenet" in error_line(capsys)
     train(*again, "--model.groups=4", name="more")

@@ -114,10 +114,10 @@ def test_a_checkpoint_is_refused_beside_another_secret(
     held = json.loads(secret_path(killed).read_text())
     secret_path(killed).write_text(json.dumps({**held, "secret": "12345"}))
     train(*SHORT, code=2)
-    assert "is not the secret that" in last_line(capsys)
+    assert "does not belong to" in last_line(capsys)
     (killed / "privacy.json").unlink()  # the checkpoint knows as well
     train(*SHORT, code=2)
-    assert "is not the secret that the checkpoint" in last_line(capsys)
+    assert "does not belong to the checkpoint beside it, so rounds would be" in last_line(capsys)
     secret_path(killed).write_text("12345")
     train(*SHORT, code=2)
     assert "damaged, or of an older version" in last_line(capsys)
@@ -161,7 +161,7 @@ def test_another_secret_is_refused_before_the_first_checkpoint_as_well(
     held = json.loads(secret_path(killed_early).read_text())
     secret_path(killed_early).write_text(json.dumps({**held, "secret": "12345"}))
     train(*EARLY, code=2)
-    assert "is not the secret that" in last_line(capsys)
+    assert "does not belong to" in last_line(capsys)
     secret_path(killed_early).unlink()
     (killed_early / "metrics.jsonl").unlink()
     train(*EARLY, code=2)  # privacy.json is there: rounds were released
@@ -209,7 +209,7 @@ def test_a_copied_secret_meets_no_other_data_and_no_other_config(tmp_path: Path)
     assert secret_path(tmp_path).stat().st_mode & 0o777 == 0o600
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     for keys in (("config", "data"), ("other", "other data")):
-        with pytest.raises(ValueError, match="no secret is used twice"):
+        with pytest.raises(ValueError, match="a secret must not be used twice"):
             open_secret(tmp_path, *keys)
     assert secret_path(tmp_path).read_bytes() == held
 
@@ -250,4 +250,4 @@ def test_no_noise_is_used_again_where_only_pixels_differ(
     with DataFile(data) as after:
         assert after.fingerprint == known
     train(*argv, code=2)
-    assert "on other data, and no secret is used twice" in last_line(capsys)
+    assert "on other data, and a secret must not be used twice" in last_line(capsys)

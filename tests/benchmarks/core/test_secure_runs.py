@@ -141,7 +141,7 @@ def test_a_round_whose_sum_is_lost_leaves_the_model_as_it_is(
     skipped = [line["skipped"] for line in seen[:4]]
     assert 0 < sum(skipped) < 4
     said = capsys.readouterr().err
-    assert said.count(" leaves the model as it is: of a group of 3 users ") == sum(skipped)
+    assert said.count(" does not change the model: of a group of 3 users ") == sum(skipped)
     assert "round 0 " in said or not skipped[0]
     for number, is_skipped in enumerate(skipped):
         same = seen[number]["val"] == seen[number + 1]["val"]
@@ -171,17 +171,17 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([SECURE, "--federated.options.fraction_bits=30"], "could wrap around: set it to at most "),
-        ([TURBO, "--federated.options.clip=1e9"], "has no place below 2^31: lower it, or set federated.weig"),
+        ([SECURE, "--federated.options.fraction_bits=30"], "could overflow: set it to at most "),
+        ([TURBO, "--federated.options.clip=1e9"], "does not fit below 2^31: lower clip, or set"),
         (
             [SECURE, "--federated.options.colluding=4"],
-            "of 4 users 4 are left, and with federated.options.col",
+            "if users drop out, 4 of 4 are left, but with",
         ),
-        ([SECURE, "--federated.options.drop_out=0.8"], "of 4 users 1 are left, and with federated.options.c"),
-        ([SECURE, "--federated.cohort_size=1"], "hides a user among others: set federated.cohort_size to 2"),
+        ([SECURE, "--federated.options.drop_out=0.8"], "if users drop out, 1 of 4 are left, but with"),
+        ([SECURE, "--federated.cohort_size=1"], "secure_aggregation hides a user among other users: set"),
         (
             [SECURE, "--federated.options.group_size=3"],
-            "group_size is no option of secure_aggregation, which",
+            "group_size is not an option of secure_aggregation, which",
         ),
         (
             [SECURE, "--runtime.reduce=bf16"],
@@ -189,21 +189,26 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
         ),
         ([SECURE, "--federated.options.drop_out=1"], "federated.options.drop_out is '1': "),
         ([SECURE, "--federated.options.colluding=0"], "federated.options.colluding is '0': "),
-        ([TURBO], "group_size is 5, and a cohort has 4 users: lower it, or raise federated.cohort_size"),
+        ([TURBO], "federated.options.group_size is 5, but a cohort has only 4 users: lower it, or raise"),
         (
             [TURBO, *GROUPS["turbo_aggregate"], "--federated.options.colluding=2"],
-            "a group of 4 users hides their updates from 1 colluding ones and the server, not from 2: set "
-            "federated.options.group_size to 5 or more",
+            (
+                "a group of 4 users hides their updates from the server and up to 1 colluding users, "
+                "not from 2: set federated.options.group_size to 5 or more"
+            ),
         ),
         (
             [TURBO, "--federated.options.group_size=2"],
-            "a group of 2 users hides their updates from 0 colluding ones and the server, not from 1",
+            (
+                "a group of 2 users hides their updates from the server and up to 0 colluding users, "
+                "not from 1"
+            ),
         ),
         ([TURBO, *GROUPS["turbo_aggregate"], "--federated.options.drop_out=0.6"], "set it to at most 0.5"),
         ([TURBO, "--federated.options.lost_of=all"], "federated.options.lost_of is 'all': "),
         (
             [TURBO, "--federated.replacement=true"],
-            "draw cohorts without replacement, set federated.replacement",
+            "must not be drawn twice in a cohort: set federated.replacement",
         ),
         ([SECURE, "--config=pfl-r-17"], "privacy refuses federated.algorithm = secure_aggregation ("),
         (

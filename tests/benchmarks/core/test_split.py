@@ -228,7 +228,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(variant: str, train: Train) -> Non
         ),
         (
             ["--federated.options.variant=splitfed", "--federated.options.momentum=handover"],
-            "users of splitfed train at the same time and hand nothing over",
+            "in splitfed, users train at the same time and pass nothing to each other",
         ),
         (["--model.trained=bias"], "split trains all layers: set model.trained to all"),
         (["--local.max_grad_norm=1", "--local.clip_by=global"], "set local.clip_by to variable, or"),
@@ -246,7 +246,7 @@ def test_turns_are_taken_in_one_process() -> None:
     chosen = setup(run.config, module(), training_data(run, Users(), SquaredError()))
     with (
         mock.patch("pfl_ext.algorithms.split.current", return_value=object()),
-        pytest.raises(ValueError, match="split relay trains users one after another, in one process"),
+        pytest.raises(ValueError, match="split relay trains one user after another in a single process"),
     ):
         Split.check(chosen)
 

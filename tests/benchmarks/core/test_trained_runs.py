@@ -73,7 +73,7 @@ def test_norms_are_trained_where_there_are_some(train: Train, refused: Refused) 
     norms = 2 * (64 + 4 * 64 + 5 * 128 + 5 * 256 + 5 * 512)
     assert found["trainable_parameters"] == norms + 513 * 17
     refused(
-        "before the last layer of lenet there is no norm with a scale: set",
+        "but lenet has no norm with a scale before its last layer: set",
         "--model.trained=norms",
         name="none",
     )
@@ -127,9 +127,9 @@ def test_a_run_of_adapters_is_a_start_for_the_plain_network(train: Train) -> Non
     [
         (
             ["b", "a", "c"],
-            "the same classes in another order: output 0 is 'b' there and 'a' in the data",
+            "the same classes in another order: its output 0 is 'b', but in the data it is 'a'",
         ),
-        (["a", "b", "d"], "other classes: output 2 is 'd' there and 'c' in the data: set model.keep_head"),
+        (["a", "b", "d"], "other classes: its output 2 is 'd', but in the data it is 'c': set"),
         (["a", "b", "c"], None),
         (["a", "b"], None),
         (None, None),
@@ -153,9 +153,7 @@ def test_a_head_is_kept_for_its_own_classes_alone(
 def test_the_head_of_a_run_is_refused_for_other_labels(train: Train, refused: Refused) -> None:
     first = train("--data.binary_label=animal")
     start = (f"--weights={first / 'model.safetensors'}", "--model.pretrained=true", "--model.keep_head=true")
-    refused(
-        "output 0 is 'animal' there and 'food' in the data", *start, "--data.binary_label=food", name="second"
-    )
+    refused("output 0 is 'animal', but in the data it is", *start, "--data.binary_label=food", name="second")
     train(*start, "--data.binary_label=animal", name="second")
 
 
@@ -188,7 +186,7 @@ def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
             "choose at most 3, or set model.trained to",
         ),
         (("--model.trained=lora", "--model.lora_rank=0"), "model.lora_rank is '0': input should be greater"),
-        ((*LORA, "--model.channel_norm=data"), "and model.trained is lora: set it to head, or"),
+        ((*LORA, "--model.channel_norm=data"), "but model.trained is lora: set model.trained to head, or"),
         ((*LORA, "--federated.algorithm=fedncm", "--evaluation.best_by=last"), "set model.trained to head"),
     ],
     ids=str,

@@ -191,7 +191,7 @@ def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
 
 def test_what_several_workers_cannot_do_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.core.execute.current", lambda: "others")
-    refused("centralised training runs in one process", "--config=c-r-17")
+    refused("centralised training runs in a single process", "--config=c-r-17")
     monkeypatch.undo()
     monkeypatch.setattr("benchmarks.core.federated.current", lambda: "others")
     refused(

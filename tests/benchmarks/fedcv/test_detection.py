@@ -167,16 +167,16 @@ def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_va
         (["--model.arch=resnet18"], "has outputs for a whole image, and this task needs them for boxes"),
         (["--model.arch=unet_resnet18"], "choose another, as fcos_efficientnet_lite0"),
         (["--federated.reweight=fedir"], "Detection has no form with importance weights"),
-        (["--data.taxonomy=labels"], "holds no boxes, and this needs a class and a box for each object"),
-        (["--data.val_share=0.2"], "has a split 'val' of its own: set val_share to 0"),
-        (["--data.val_share=1"], "data.val_share is 1: give a share from 0 to below 1"),
-        (["--data.scored=test", "--data.val_share=0.1"], "has no effect while test is followed"),
-        (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model on test"),
+        (["--data.taxonomy=labels"], "has no boxes, but this task needs a class and a box for each object"),
+        (["--data.val_share=0.2"], "already has a split 'val': set val_share to 0 to use it"),
+        (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
+        (["--data.scored=test", "--data.val_share=0.1"], "data.val_share has no effect if data.scored is"),
+        (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model by its test score"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
-        (["--augment.padding=reflect"], "boxes cannot be mirrored at an image's border: set it to zero"),
+        (["--augment.padding=reflect"], "boxes cannot be mirrored at the border of an image: set it to zero"),
         (["--model.init=keras"], "a chance of 1/2 at every place of an image: choose torchvision"),
-        (["--model.dropout=true"], "has no dropout: leave it out"),
+        (["--model.dropout=true"], "has no dropout: set model.dropout to false"),
         *(
             ([f"--federated.algorithm={name}"], "ends in a convolution")
             for name in ("fedncm", "fed3r", "fedcof")
@@ -240,7 +240,7 @@ def test_the_view_gives_images_with_their_boxes(boxes_file: Path, tmp_path: Path
         assert store.targets(rows[:0]).shape == (0, view.most, 6)
     masks = tmp_path / "masks.hdf5"
     write_masked(masks, SPEC)
-    with DataFile(masks) as file, pytest.raises(ValueError, match=r"holds no boxes, .* choose another file"):
+    with DataFile(masks) as file, pytest.raises(ValueError, match=r"has no boxes, .* set data.taxonomy to"):
         BoxView(file, taxonomy="mask")
 
 

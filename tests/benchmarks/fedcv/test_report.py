@@ -44,7 +44,7 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
     assert "| mine | 0 | accuracy | " in said
     assert "mine, row 2: a setting of its own (its config.yaml has all values)" in said
     for name in ("other", "caf\ufffd"):
-        assert f"{tmp_path / name} holds no whole run" in said
+        assert f"{tmp_path / name} is not a complete run" in said
     assert (tmp_path / "report" / "report.csv").read_text().startswith("setting,seeds,score,")
     assert run(report.main, [str(tmp_path / "other")]) == 2
     assert "no finished run of FedCV's tasks" in capsys.readouterr().err

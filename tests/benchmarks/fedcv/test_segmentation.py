@@ -167,7 +167,7 @@ def test_a_partition_by_class_of_images_of_one_class_is_warned_of(
     assert "warning" not in capsys.readouterr().err
     monkeypatch.setattr(of_file, "MOST_ALIKE", 0.1)
     train(f"--data.partition={partition}", "--federated.num_rounds=1")
-    assert ("A partition by class, such as lda, deals sizes only" in capsys.readouterr().err) == warned
+    assert ("With these images, a partition by class, such as lda" in capsys.readouterr().err) == warned
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:
@@ -189,9 +189,9 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
     [
         (["--model.arch=resnet18"], "model.arch is resnet18, which has outputs for a whole image"),
         (["--federated.reweight=fedir"], "Segmentation has no form with importance weights"),
-        (["--data.taxonomy=labels"], "holds no masks, and this needs a class for each pixel: choose mask"),
-        (["--data.val_share=0.2"], "has a split 'val' of its own: set val_share to 0"),
-        (["--data.val_share=1"], "data.val_share is 1: give a share from 0 to below 1"),
+        (["--data.taxonomy=labels"], "has no masks, but this task needs a class for each pixel: set"),
+        (["--data.val_share=0.2"], "already has a split 'val': set val_share to 0 to use it"),
+        (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
         (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU' or 'last'"),
@@ -200,11 +200,11 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
             ([f"--federated.algorithm={name}"], "ends in a convolution")
             for name in ("fedncm", "fed3r", "fedcof")
         ),
-        (["--federated.algorithm=moon"], "moon compares one vector of features for each image, which a"),
+        (["--federated.algorithm=moon"], "moon needs one feature vector for each image, which networks for"),
         ([*LITE, "--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
         (
             ["--model.channel_norm=data", "--model.trained=head"],
-            "has no norm that it could be: set it to group",
+            "has no norm for it: set it to group",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_the_view_gives_images_with_their_masks(masks_file: Path, tmp_path: Path
         assert dealt.num_images == file.split("val").num_images
     labels = tmp_path / "labels.hdf5"
     write_mini(labels, SPEC)
-    with DataFile(labels) as file, pytest.raises(ValueError, match=r"holds no masks, .* choose another file"):
+    with DataFile(labels) as file, pytest.raises(ValueError, match=r"has no masks, .* set data.taxonomy to"):
         MaskView(file, taxonomy="labels")
 
 

@@ -77,11 +77,11 @@ def test_its_clients_are_those_that_train(config: str, chest: Path, tmp_path: Pa
         (["--data.partition=iid"], "and one user has all: give iid-clients-10-seed-0"),
         (
             ["--data.partition=lda-1-clients-4-seed-0"],
-            "of a kind that deals images whatever their labels: iid, ",
+            "of a kind that does not need labels: iid, ",
         ),
         (
             ["--data.partition=nobody"],
-            "data.partition is 'nobody': give user, iid, or such a name as iid-clients-10",
+            "data.partition is 'nobody': give user, iid, or a name such as iid-clients-10",
         ),
         (["--data.partition=iid-clients-90-seed-0"], "90"),
     ],
@@ -100,7 +100,7 @@ def test_training_one_client_says_so(chest: Path, tmp_path: Path, capsys: pytest
     words = [*TINY, *FL, f"--data_path={chest}", f"--run_dir={tmp_path / 'run'}", "--federated.cohort_size=1"]
     with sparingly(draw=False):
         assert run(main, words) == 0
-    assert "one user owns all training images, so that one client is trained" in capsys.readouterr().err
+    assert "one user owns all training images, so only one client is trained" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def patients(chest: Path) -> Path:
     [
         (
             ["--config=pfl-r-17", "--data.partition=users"],
-            "which of val and test belong to its 4 users, pat",
+            "which images of val and test belong to its 4 users, for example pat",
         ),
         (["--config=fl-r-17", "--data.partition=iid"], "the file holds another partition of that name"),
     ],

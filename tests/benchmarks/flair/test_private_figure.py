@@ -100,7 +100,7 @@ def test_the_picture_is_written_and_a_mistake_is_named(tmp_path: Path) -> None:
     run_directory(tmp_path / "a", 2.0, 3)
     main([str(tmp_path / "out.png"), str(tmp_path / "a")])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="holds no whole run"):
+    with pytest.raises(ValueError, match="is not a complete run"):
         main([str(tmp_path / "out.png"), str(tmp_path)])
     with pytest.raises(ValueError, match="arguments are required: RUN_DIR"):
         main([str(tmp_path / "out.png")])

@@ -70,7 +70,7 @@ def test_a_directory_given_twice_counts_once_and_a_trackers_files_are_no_runs(tm
     assert find_runs([tmp_path, whole]) == [whole]
 
 
-@pytest.mark.parametrize("name, message", [("nowhere", "is no directory"), ("empty", "holds no run")])
+@pytest.mark.parametrize("name, message", [("nowhere", "is not a folder"), ("empty", "has no run")])
 def test_a_path_without_runs_is_a_mistake(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,7 +140,7 @@ def test_without_internet_all_fine_tuning_rows_have_one_network(
         words = [word for word in job.argv if word.startswith("--model.")]
         assert words == ([] if job.name.startswith("fl-r") else expected)
     assert len(asked) == (0 if begun else 1)
-    assert capsys.readouterr().out.count("taking efficientnet_lite0") == len(asked)
+    assert capsys.readouterr().out.count("using efficientnet_lite0") == len(asked)
 
 
 def test_without_a_finished_run_the_report_says_so_and_nothing_is_drawn(
@@ -219,7 +219,7 @@ def test_other_arguments_go_to_another_directory(
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--settings", "fl-r-71"], "no such file and no shipped config"),
+        (["--settings", "fl-r-71"], "no such file, and not the name of a config"),
         (["--scale", "huge"], "scale is 'huge'"),
         (["--", "--local.learnin_rate=1"], "did you mean local.learning_rate"),
         (["--seeds", "one"], "invalid int value"),
@@ -246,7 +246,7 @@ def test_a_signal_ends_it_as_every_command_that_can_go_on(
     monkeypatch.setattr(table1, "execute", stopped)
     argv = ["--settings", "fl-r-17", "--seeds", "0", "--data_path=mini", f"--runs_dir={tmp_path}"]
     assert run(main, argv) == RESUMABLE
-    assert capsys.readouterr().err == f"stopped by {name}; the same command goes on from here\n"
+    assert capsys.readouterr().err == f"stopped by {name}; run the same command again to continue\n"
 
 
 def test_the_run_in_progress_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

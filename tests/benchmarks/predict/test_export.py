@@ -63,7 +63,7 @@ def test_plain_pytorch_runs_it_without_this_project(
     wanted = model.predict(torch.from_numpy(images(5, 20)))
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "out.npy")), wanted)
     assert run(main, [str(directory), "--output", str(output)]) == 2
-    assert "model.pt2 exists; give --overwrite" in error_line(capsys)
+    assert "model.pt2 already exists; add --overwrite to replace it" in error_line(capsys)
     assert run(main, [str(directory), "--output", str(tmp_path / "model.onnx")]) == 2
     assert "torch.export's files are named .pt2" in error_line(capsys)
 

@@ -63,7 +63,7 @@ def test_predictions_of_an_edited_network_are_refused(
         assert run(main, words) == 2
         line = error_line(capsys)
         assert f"was trained with another version of {Path(file).stem} (FL_IMPORT)" in line
-        assert "restore the file as it was, or train again" in line
+        assert "so predictions would differ: restore the old file, or train again" in line
         (ones_own / file).write_text(kept)
     monkeypatch.setenv(OWN, "net_to_predict,other_to_predict")
     assert run(main, words) == 0

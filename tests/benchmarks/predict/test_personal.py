@@ -69,7 +69,7 @@ def test_each_user_is_scored_as_the_run_did(
             assert {row["user"] for row in found[-1]} == {user}
         else:
             assert code == 2
-            assert "no images held out" in capsys.readouterr().err, "it has one image"
+            assert "no held-out images" in capsys.readouterr().err, "it has one image"
     scored = results(directory)["clients"]["seen"]
     assert scored["images"] == sum(map(len, found))
     own, server = scored["personal"], scored["server"]
@@ -165,12 +165,12 @@ def test_what_is_refused(
         (average, seen[0], "keep no variables (fedavg): leave --user out"),
         (none, seen[0], "keeps nothing, as federated.options.personal is none: leave --user out"),
         (personal, new, f"--user {new} took part in no round: leave --user out for the server's model"),
-        (personal, "nobody", "none of the 12 training users, as "),
-        (removed, seen[0], f"{FILE} is missing, as when a run removes it at its end: make the run again"),
-        (swept, seen[0], "last.safetensors is missing, as when a run removes it at its end"),
+        (personal, "nobody", "no training user with this id; the 12 ids are like "),
+        (removed, seen[0], f"{FILE} is missing, perhaps because the run removed it at its end: make the"),
+        (swept, seen[0], "last.safetensors is missing, perhaps because the run removed it at its end"),
         (damaged, seen[0], "is not the one that the checkpoint was written with"),
-        (earlier, seen[0], "last.safetensors is not that of the run's end: make the run again with"),
-        (unscored, seen_users(unscored, mini_file)[0], "has no images held out: give --split, or --images"),
+        (earlier, seen[0], "last.safetensors is not the checkpoint of the end of the run: make the run"),
+        (unscored, seen_users(unscored, mini_file)[0], "has no held-out images: give --split or --images"),
     ):
         assert run(main, [str(directory), f"--user={user}", f"--output={tmp_path / 'p.csv'}"]) == 2
         line = capsys.readouterr().err

@@ -177,7 +177,7 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [str(tmp_path / "photos" / "a"), str(tmp_path / "photos" / "b")]
     shutil.copytree(folders[0], folders[1])
     assert run(main, [str(directory), "--images", *folders, "--output", str(output)]) == 2
-    assert "would have one mask, wide.png: give one --output for each" in capsys.readouterr().err
+    assert "would be written to the same mask, wide.png: give each its own" in capsys.readouterr().err
 
 
 def test_boxes(tmp_path: Path) -> None:
@@ -281,8 +281,8 @@ def test_what_is_refused(
     of_others = {"classes": [f"my {name}" for name in results(labelled)["classes"]]}
     (renamed / "results.json").write_text(json.dumps(results(labelled) | of_others))
     for words, reason in (
-        ([str(tmp_path / "none")], "is no directory"),
-        ([str(killed)], "killed: it has not ended; its training command, given again, goes on with it"),
+        ([str(tmp_path / "none")], "is not a folder"),
+        ([str(killed)], "killed: the run has not finished; give its training command again to continue it"),
         ([str(changed)], "model.safetensors is not the model of results.json"),
         ([str(labelled), "--split=test", "--images", str(text)], "--images is for image files"),
         (
@@ -292,10 +292,10 @@ def test_what_is_refused(
         ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .bmp, .gif"),
         ([str(labelled), "--images", str(tmp_path / "x.jpg")], "cannot be read: No such file"),
         ([str(renamed)], "has other classes than the data of"),
-        ([str(labelled), "--images", str(photo), f"--output={photo}"], "is read here: give another file"),
-        ([str(labelled), f"--output={labelled / 'results.json'}"], "is read here: give another file"),
-        ([str(labelled), f"--output={labelled / 'checkpoint' / 'data.json'}"], "is read here: give another"),
-        ([str(labelled), f"--output={tmp_path / 'there.csv'}"], "exists; give --overwrite to replace it"),
+        ([str(labelled), "--images", str(photo), f"--output={photo}"], "is a file of this run: give"),
+        ([str(labelled), f"--output={labelled / 'results.json'}"], "is read by this command: give another"),
+        ([str(labelled), f"--output={labelled / 'checkpoint' / 'data.json'}"], "is a file of this run"),
+        ([str(labelled), f"--output={tmp_path / 'there.csv'}"], "already exists; add --overwrite to"),
         ([str(labelled), "--threads=0"], "--threads is 0"),
         ([str(labelled), "--split=dev"], "invalid choice: 'dev'"),
     ):

@@ -217,10 +217,10 @@ def test_a_row_is_run_kept_and_shown_once(
     with sparingly(False):
         assert run(train.main, argv) == 0
     assert kept.read_bytes() == first
-    assert "had ended before" in capsys.readouterr().out
+    assert "has already finished" in capsys.readouterr().out
     write("scrambled", body=BODY.replace("data:", "data:\n  dataset: cifar10_pfl"))
     assert run(train.main, ["--row", "scrambled", *argv[2:]]) == 2
-    said = "made by dataset.cifar10.download_preprocess, but the row is of what python -m dataset.cifar10_pfl"
+    said = "but this row needs a file made by python -m dataset.cifar10_pfl"
     assert said in capsys.readouterr().err
 
 
@@ -296,13 +296,13 @@ def test_a_run_that_diverges_is_kept_until_then(
         ([], "give --row, one of made"),
         (["--row", "other"], "there is no published row 'other': choose one of made"),
         (["--row=made", "--seed=x"], "--seed is 'x': give a whole number from 0 on"),
-        (["--row=made", "--local.num_epochs=2"], "--local.num_epochs=2 would make another row: only --row"),
-        (["--row=made", "--run_dir=x"], "--run_dir=x would make another row"),
-        (["--row=made"], "a published row has no stand-in; give --data_path FILE"),
+        (["--row=made", "--local.num_epochs=2"], "--local.num_epochs=2 would change the row: only --row"),
+        (["--row=made", "--run_dir=x"], "--run_dir=x would change the row: only --row, --seed, --data_path"),
+        (["--row=made"], "a published row always needs its own data; give --data_path FILE"),
         (["--row=made", "--data_path=missing"], "--data_path missing: no such file"),
         (
             ["--row=made", "--data_path=mini"],
-            "--data_path mini: no such file: a published row has no stand-in",
+            "--data_path mini: no such file: a published row always needs its own data",
         ),
     ],
 )
@@ -374,11 +374,11 @@ def test_a_finished_row_outside_its_band_ends_in_exit_code_1(
 @pytest.mark.parametrize(
     "scores, message",
     [
-        ({"last": 1}, "is no result of a published row"),
-        ({"best": "x"}, "is no result of a published row"),
-        ({"best": 101}, "holds the result of another run"),
-        ({"best": 50, "row": "other"}, "holds the result of another run"),
-        ({"best": 50, "seed": 1}, "holds the result of another run"),
+        ({"last": 1}, "is not a result of a published row"),
+        ({"best": "x"}, "is not a result of a published row"),
+        ({"best": 101}, "is the result of another run: make it again"),
+        ({"best": 50, "row": "other"}, "is the result of another run: make it again"),
+        ({"best": 50, "seed": 1}, "is the result of another run: make it again"),
     ],
 )
 def test_a_damaged_result_is_bad_input(

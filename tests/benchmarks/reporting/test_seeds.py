@@ -30,5 +30,5 @@ def test_each_seed_may_begin_with_a_model_of_its_own_of_one_experiment(
     if are_seeds:
         check_seeds(runs)
         return
-    with pytest.raises(ValueError, match=r"no seeds of one experiment.*model\.weights_sha256"):
+    with pytest.raises(ValueError, match=r"are not seeds of the same experiment.*model\.weights_sha256"):
         check_seeds(runs)

@@ -34,7 +34,7 @@ from tests.benchmarks.sweep.test_space import COMMAND, written
         (["learning-rates", "--local=true", "--workers=0"], "--workers is '0'"),
         (
             ["learning-rates", "--local=true", "--run_dir=x"],
-            "--run_dir is the sweep's to give: remove it from the arg",
+            "--run_dir is set by the sweep itself: remove it from the arg",
         ),
         (
             ["learning-rates", "--local=true", "--program=benchmarks.sweep.command"],
@@ -42,17 +42,17 @@ from tests.benchmarks.sweep.test_space import COMMAND, written
         ),
         (
             ["learning-rates", "--local=true", "--program=benchmarks.visual_classification.train"],
-            "is a sweep of benchmarks.flair.train, and --program is",
+            "is a sweep of benchmarks.flair.train, but --program is",
         ),
         (["learning-rates", "--local=true", "--local.learning_rate=1"], "--local.learning_rate is swept"),
         (
             ["learning-rates", "--local=true", "--locl.batch_size=1"],
             "there is no config key locl.batch_size; did you mean local.batch_size?",
         ),
-        (["learning-rates", "--workers=2"], "--workers is for local sweeps"),
+        (["learning-rates", "--workers=2"], "--workers can be used only for local sweeps: add --local true"),
         (["learning-rates"], "no wandb key was found"),
         (["me/flair/abc123", "--server.beta1=0.5"], "stand in its command at wandb"),
-        (["--local=true"], "the sweep comes first"),
+        (["--local=true"], "give the sweep first: python -m benchmarks.sweep NAME_OR_YAML"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -143,7 +143,7 @@ def test_the_run_dir_of_a_sweeps_file_is_refused_not_ignored(
         assert run(main, [file, "--local=true", f"--data_path={mini_file}"]) == 2
         key = word[0].split("=")[0]
         assert (
-            f"{key} is the sweep's to give: remove it from the command of {file}" in capsys.readouterr().err
+            f"{key} is set by the sweep itself: remove it from the command{file}" in capsys.readouterr().err
         )
 
 

@@ -152,7 +152,7 @@ def test_known_values() -> None:
         ({"x": {"min": 0.0, "max": 1.0}}, {}, "parameters.x is uniform: a grid needs values"),
         ({"runtime.precision": {"values": ["fp32", "bf16"]}}, {}, "runtime.precision does not change"),
         ({"run_dir": {"values": ["a", "b"]}}, {}, "run_dir does not change"),
-        ({"config": {"values": ["fl-r-17", "fl-f-17"]}}, {}, "--config stands in command and in parameters"),
+        ({"config": {"values": ["fl-r-17", "fl-f-17"]}}, {}, "--config is in command and in parameters, so"),
         ({}, {}, "parameters is missing"),
         ({"x": {"value": 1}}, {"command": ["python", "train.py"]}, "command must hold -m"),
         ({"x": {"value": 1}}, {"command": None, "program": "train.py"}, "program is 'train.py': choose"),

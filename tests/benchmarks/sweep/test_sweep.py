@@ -234,7 +234,7 @@ def test_a_trial_that_diverges_is_an_answer_and_ranks_last(
 
 
 def test_a_sweep_in_which_all_trials_diverge_has_failed(doubled: Callable[..., LocalSweep]) -> None:
-    with pytest.raises(ValueError, match="no trial has finished: of 2 the model diverged in 2"):
+    with pytest.raises(ValueError, match="no trial has finished: the model diverged in 2 of 2 trials: use"):
         doubled(RATES, diverges=0.0).run()
 
 
@@ -303,12 +303,12 @@ def test_a_directory_belongs_to_one_sweep_and_one_call(
 ) -> None:
     sweep = doubled(RATES)
     sweep.run()
-    with pytest.raises(ValueError, match="holds another sweep"):
+    with pytest.raises(ValueError, match="has another sweep"):
         doubled(FOUR)
     argv = [str(tmp_path / "sweep.yaml"), "--local=true", f"--data_path={mini_file}"]
     with locked(sweep.directory / "lock", "held"):
         assert run(main, [*argv, f"--sweep_dir={sweep.directory}"]) == 2
-    assert "is being worked on" in capsys.readouterr().err
+    assert "is in use by another process" in capsys.readouterr().err
     (sweep.directory / "study.journal").write_text('{"op_code": 0}\n{\n')
     with pytest.raises(ValueError, match=r"study\.journal is damaged"):
         doubled(RATES)

@@ -161,9 +161,9 @@ def test_a_val_carved_from_train_chooses_the_model(
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--evaluation.best_by=accuracy"], "which would choose a model on test: set data.scored to val"),
-        (["--data.val_share=0.2"], "data.val_share has no effect while test is followed"),
-        (["--data.scored=val", "--data.val_share=1"], "data.val_share is 1: give a share"),
+        (["--evaluation.best_by=accuracy"], "which would choose a model by its test score: set data.scored"),
+        (["--data.val_share=0.2"], "data.val_share has no effect if data.scored is test: set data.scored to"),
+        (["--data.scored=val", "--data.val_share=1"], "data.val_share is 1: give a number of at least 0"),
         (["--data.scored=train"], "data.scored"),
     ],
 )
@@ -179,7 +179,7 @@ def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path:
     for name in ("tracked/accuracy", "test/accuracy"):
         other = tmp_path / "sweep.yaml"
         other.write_text(path.read_text().replace("name: val/accuracy", f"name: {name}"))
-        with pytest.raises(ValueError, match=f"metric.name is {name}, which is of test"):
+        with pytest.raises(ValueError, match=f"metric.name is {name}, a test score"):
             read_sweep(str(other))
 
 

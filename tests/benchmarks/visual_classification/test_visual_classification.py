@@ -165,8 +165,8 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
     assert cells[9] == f"50.0 ± {100 / 84 * spread:.1f}", "relative to the centralised run's last, 84"
     assert text.count("| inat-geo-3k-fedavgm-k10, the paper's |") == 1, "not under the other partition"
     assert "* inat-geo-3k-fedavgm-k10, alpha-0.10: config differs: data.partition=alpha-0.10" in text
-    assert "half holds no whole run (it has not ended)" in text
-    assert "broken holds no whole run (config.yaml is missing" in text
+    assert "half is not a complete run (it has not ended)" in text
+    assert "broken is not a complete run (config.yaml is missing" in text
     assert (tmp_path / "out" / "report.csv").read_text().count("\n") == 4
     for name in ("learning-curves-rounds", "learning-curves-batches", "relative-accuracy-emd"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -260,4 +260,4 @@ def test_a_row_names_an_algorithm_that_is_not_its_settings(tmp_path: Path) -> No
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("setting: x\n")
     assert run_command(report.main, [str(tmp_path)]) == 2
-    assert "it has not ended" in capsys.readouterr().err
+    assert "it has not finished" in capsys.readouterr().err

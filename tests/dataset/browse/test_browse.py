@@ -222,7 +222,7 @@ def test_a_page_replaces_pages_alone(
     for name in {shown, output, "old.html"}:
         (tmp_path / name).write_bytes(path.read_bytes())
     assert run(main, [str(tmp_path / shown), f"--output={tmp_path / output}"]) == 2
-    assert f"{output} exists and is no page: give a new name" in capsys.readouterr().err
+    assert f"{output} exists and is not an HTML page: give a new file name" in capsys.readouterr().err
     assert (tmp_path / output).read_bytes() == path.read_bytes()
     assert run(main, [str(tmp_path / shown), f"--output={tmp_path / 'old.html'}"]) == 0
 

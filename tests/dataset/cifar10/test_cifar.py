@@ -166,7 +166,7 @@ def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest
         assert "alpha 0.3 is the total over the 10 classes (as in Hsu, Qi, Brown); per class" in text
     assert make(CIFAR10, tmp_path / "old.hdf5", *source, *size, "--alphas", "0.3") == 0
     assert capsys.readouterr().err.startswith(
-        "--alphas is the old name of --dirichlet_total: alpha is the sum"
+        "--alphas is the old name of --dirichlet_total, whose alpha is the sum over"
     )
     with DataFile(tmp_path / "old.hdf5") as file:
         assert SingleLabelView(file, names[1]).split("train").file_rows.tolist() == rows[names[1]]
@@ -199,7 +199,7 @@ def test_cifar_is_made_without_the_splits_where_they_cannot_be_downloaded(
             assert make(CIFAR10, output, "--source", tmp_path / "in", *asked) == 2
             line = error_of(capsys)
             assert "cannot download" in line
-            assert "give a copy of cifar10_v1.1.zip with --splits DIR; or --splits none" in line
+            assert "or give a copy of cifar10_v1.1.zip with --splits DIR; or draw partitions" in line
             assert not output.exists()
         assert make(CIFAR10, output, "--source", tmp_path / "in", "--splits", "none") == 0
         assert "has no partition" in capsys.readouterr().err
@@ -249,10 +249,10 @@ def test_splits_over_http_need_their_checksum(tmp_path: Path, capsys: pytest.Cap
         dealt = write_splits(CIFAR10, server.root, zipped=True)
         more = ("--source", tmp_path / "in", "--splits", server.url)
         assert make(CIFAR10, output, *more) == 2
-        assert "nothing vouches for what comes over http; give an https address, or" in error_of(capsys)
+        assert "files from http addresses cannot be trusted; give an https address, or" in error_of(capsys)
         assert server.asked == []
         assert make(CIFAR10, output, *more, "--splits_sha256", "0" * 64) == 2
-        assert "cifar10_v1.1.zip arrived damaged (SHA256" in error_of(capsys)
+        assert "cifar10_v1.1.zip was damaged in the download (SHA256" in error_of(capsys)
         digest = hashlib.sha256((server.root / CIFAR10.splits_archive).read_bytes()).hexdigest()
         assert make(CIFAR10, output, *more, "--splits_sha256", digest.upper()) == 0
         assert_holds(output, CIFAR10, dealt)
@@ -267,7 +267,7 @@ def test_images_that_arrive_damaged_are_downloaded_again(
         server.faults[spec.archive] = ["flipped"]
         more = ("--source", server.url, "--splits", "none")
         assert make(spec, tmp_path / "f.hdf5", *more) == 2
-        assert "cifar-10-binary.tar.gz arrived damaged (MD5" in error_of(capsys)
+        assert "cifar-10-binary.tar.gz was damaged in the download (MD5" in error_of(capsys)
         assert make(spec, tmp_path / "f.hdf5", *more) == 0
         assert_holds(tmp_path / "f.hdf5", spec, {})
 
@@ -288,7 +288,7 @@ def test_splits_that_do_not_fit_the_images_are_refused(
     listed = folder / "federated_train_alpha_0.00.csv"
     text = listed.read_text()
     listed.write_text(text.replace("9,59,3\n", "9,59,4\n"))
-    assert "image 59 has class 4, but its class is 3: these splits are of other images" in refused(folder)
+    assert "says that image 59 has class 4, but its class is 3: use splits of this data" in refused(folder)
     listed.write_text(text.replace("9,59,3\n", "9,60,3\n"))
     assert "image 60, which this data set does not have" in refused(folder)
     old = tmp_path / "cifar10.zip"
@@ -296,8 +296,8 @@ def test_splits_that_do_not_fit_the_images_are_refused(
         archive.writestr("federated_train_alpha_0.00.csv", text)
     assert "cifar10.zip is version 1.0 of the splits" in refused(old)
     (tmp_path / "empty").mkdir()
-    assert "holds no federated_train*.csv" in refused(tmp_path / "empty")
-    assert "is none of official, none, a folder" in refused(tmp_path / "nowhere")
+    assert "has no federated_train*.csv: give the folder that has them, or" in refused(tmp_path / "empty")
+    assert "does not exist: give official, none, a folder, a zip archive or" in refused(tmp_path / "nowhere")
     broken = tmp_path / "cifar10_v1.1.zip"
     broken.write_bytes(b"PK\x03\x04 and no more")
     assert "cifar10_v1.1.zip is damaged" in refused(broken)
@@ -334,13 +334,13 @@ def test_options_that_cannot_be_are_said_in_one_line(
         (["--alphas", "much"], "--alphas is 'much'; give numbers"),
         (
             ["--alphas", "-1", "--clients", "2", "--images_per_client", "3"],
-            "--alphas is '-1'; give numbers from 0 on",
+            "--alphas is '-1'; give numbers of at least 0",
         ),
-        (["--alphas", "1"], "100 clients of 500 images cannot be had of 60 images"),
+        (["--alphas", "1"], "60 images are not enough for 100 clients with 500 images each"),
         (["--seed", "-1"], "--seed is -1"),
-        (["--source", str(tmp_path / "no")], "is neither a folder nor an address"),
+        (["--source", str(tmp_path / "no")], "is neither an existing folder nor an address"),
     ]:
         assert make(CIFAR10, tmp_path / "f.hdf5", *source, *arguments) == 2
         assert said in capsys.readouterr().err
     assert make(CIFAR10, tmp_path / "there.hdf5", *source) == 2
-    assert "exists; give --overwrite" in capsys.readouterr().err
+    assert "already exists; add --overwrite to replace it" in capsys.readouterr().err

@@ -25,7 +25,7 @@ def refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
                 "1/2 check",
                 "2/2 write",
                 "own/labels.csv: these columns",
-                "splits by the names",
+                "splits by file names:",
             )
             kept = [line for line in lines if not line.lstrip("\x1b[A ").startswith(bars)]
             return type(found)(found.out, "".join(f"{line}\n" for line in kept))

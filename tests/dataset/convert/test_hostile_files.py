@@ -65,39 +65,39 @@ def not_utf8() -> None:
 
 B = "own/a.json, user 'b', sample 1"
 LEAVES: list[tuple[Callable[[], None], str]] = [
-    (leaf(x_of("img.jpg")), f"{B} is 'img.jpg': give the folder of such files with --images"),
-    (leaf(x_of([0.1] * 5)), f"{B} has 5 numbers, which are no image of one or three channels"),
-    (leaf(x_of([[0.1, 0.2], [0.3]])), f"{B} is no image: it holds other things than numbers"),
-    (leaf(x_of([])), f"{B} is no image"),
-    (leaf(x_of(None)), f"{B} is no image"),
-    (leaf(x_of([True] * 4)), f"{B} is no image"),
+    (leaf(x_of("img.jpg")), f"{B} is 'img.jpg': if this is a file name, give the folder of the files with"),
+    (leaf(x_of([0.1] * 5)), f"{B} has the shape 5, which is not an image with one or three channels"),
+    (leaf(x_of([[0.1, 0.2], [0.3]])), f"{B} is not an image: it has values that are not numbers"),
+    (leaf(x_of([])), f"{B} is not an image"),
+    (leaf(x_of(None)), f"{B} is not an image"),
+    (leaf(x_of([True] * 4)), f"{B} is not an image"),
     (leaf(x_of([1.5] * 4)), f"{B} has the number 1.5, which is out of range"),
     (leaf(x_of([-0.5] * 4)), f"{B} has the number -0.5, which is out of range"),
     (leaf(x_of([7] * 4)), f"{B} has whole numbers above 1"),
-    (leaf(x_of([10**30] * 4)), f"{B} is no image"),
+    (leaf(x_of([10**30] * 4)), f"{B} is not an image"),
     (leaf(lambda c: c["user_data"]["b"]["y"].__setitem__(1, -1)), f"{B} has the label -1, which is out"),
     (leaf(lambda c: c["user_data"]["b"]["y"].__setitem__(1, 1.5)), f"{B} has the label 1.5, which is no"),
     (leaf(lambda c: c["user_data"]["b"]["y"].__setitem__(1, 70_000)), f"{B} has the label 70000, which"),
-    (leaf(lambda c: c["user_data"]["b"]["y"].append(1)), "user 'b' needs x and y, two lists of one length"),
-    (leaf(lambda c: c["user_data"].__setitem__("b", 3)), "user 'b' needs x and y, two lists of one length"),
-    (leaf(lambda c: c["num_samples"].__setitem__(1, 2)), "user 'b' has 3 samples, but 2 by num_samples"),
+    (leaf(lambda c: c["user_data"]["b"]["y"].append(1)), "user 'b' needs x and y, two lists of the same"),
+    (leaf(lambda c: c["user_data"].__setitem__("b", 3)), "user 'b' needs x and y, two lists of the same"),
+    (leaf(lambda c: c["num_samples"].__setitem__(1, 2)), "user 'b' has 3 samples, but num_samples says 2"),
     (leaf(lambda c: c["users"].__setitem__(1, "a")), "users has a user twice"),
-    (leaf(lambda c: c["users"].pop()), "needs users and num_samples, two lists of one length"),
-    (leaf(lambda c: [c["users"].pop(), c["num_samples"].pop()]), "user 'c' has samples and is not one"),
-    (leaf(lambda c: c["user_data"].pop("b")), "user_data has nothing of user 'b'"),
+    (leaf(lambda c: c["users"].pop()), "needs users and num_samples, two lists of the same length, as in"),
+    (leaf(lambda c: [c["users"].pop(), c["num_samples"].pop()]), "user 'c' has samples but is not in the"),
+    (leaf(lambda c: c["user_data"].pop("b")), "user 'b' is in the list users but not in user_data: remove"),
     (leaf(lambda c: [c["user_data"].update(b={"x": [], "y": []}), c["num_samples"].__setitem__(1, 0)]),
-     "1 user has no image, b among them"),
-    (text(""), "own/a.json: it has 'its end' in the place of {"),
-    (text("[1]"), "own/a.json: it has '[' in the place of {"),
+     "1 user has no image, for example b: remove such users from the source"),
+    (text(""), "own/a.json: it has 'its end' where { is expected"),
+    (text("[1]"), "own/a.json: it has '[' where { is expected"),
     (text('{"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.1'), "it is damaged or cut off"),
-    (text('{"users": ["a"]} x'), "there is text after its object"),
+    (text('{"users": ["a"]} x'), "there is text after the JSON object"),
     (text('{"users": ["a"], "users": ["b"]}'), "it has 'users' twice"),
     (text('{"user_data": {"a": {"x": [], "y": []}, "a": {"x": [], "y": []}}}'), "it has 'a' twice"),
     (text('{"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[NaN]], "y": [1]}}}'), "NaN is no"),
     (text('{"users": ' + "[" * 100_000), "own/a.json: it is nested too deeply"),
     (text('{"users": ["\\ud800"], "num_samples": [1], "user_data": {"\\ud800": {"x": [[0.1]], "y": [1]}}}'),
-     "characters that cannot be shown in the client"),
-    (same_users, "own/b.json: user 'a' has data in an earlier file of this split, too"),
+     "has characters that cannot be printed: remove them"),
+    (same_users, "own/b.json: user 'a' also has data in an earlier file of this split: keep only"),
     (not_utf8, "own/a.json is not UTF-8 text"),
 ]  # fmt: skip
 
@@ -150,20 +150,20 @@ def raw_outside(file: h5py.File) -> None:
 GROUP = "own/a.h5, examples/b"
 HDF5S: list[tuple[Callable[[], None], str]] = [
     (hdf5(lambda f: f.__delitem__("examples")), "examples is missing"),
-    (hdf5(lambda f: f.__delitem__("examples/b/pixels")), f"{GROUP} has neither pixels nor image"),
+    (hdf5(lambda f: f.__delitem__("examples/b/pixels")), f"{GROUP} has none of pixels, image"),
     (hdf5(lambda f: f.__delitem__("examples/b/label")), "examples/b/label is missing"),
-    (hdf5(replace_leaf("label", np.array([0, 1], np.int64))), f"{GROUP}/label is no list of 3 class numbers"),
-    (hdf5(replace_leaf("label", np.array([0.0, 1, 2]))), f"{GROUP}/label is no list of 3 class numbers"),
+    (hdf5(replace_leaf("label", np.array([0, 1], np.int64))), f"{GROUP}/label is not a list of 3 class"),
+    (hdf5(replace_leaf("label", np.array([0.0, 1, 2]))), f"{GROUP}/label is not a list of 3 class numbers"),
     (hdf5(replace_leaf("label", np.array([0, -1, 2]))), f"{GROUP} has the label -1, which is out"),
     (hdf5(replace_leaf("pixels", np.full((3, 32, 32), 2.0))), f"{GROUP} has the number 2, which is"),
     (hdf5(replace_leaf("pixels", np.full((3, 32, 32), np.nan))), f"{GROUP} has the number nan"),
-    (hdf5(replace_leaf("pixels", np.zeros((3, 7, 7, 2)))), f"{GROUP} has 7 x 7 x 2 numbers"),
-    (hdf5(replace_leaf("pixels", np.array([b"a", b"b", b"c"]))), f"{GROUP}/pixels holds |S1, no pixels"),
-    (hdf5(external), "examples/b/pixels lies in another file"),
-    (hdf5(raw_outside), "examples/b/pixels keeps its data in other files"),
+    (hdf5(replace_leaf("pixels", np.zeros((3, 7, 7, 2)))), f"{GROUP} has the shape 7 x 7 x 2"),
+    (hdf5(replace_leaf("pixels", np.array([b"a", b"b", b"c"]))), f"{GROUP}/pixels has the type |S1, which"),
+    (hdf5(external), "examples/b/pixels is in another file"),
+    (hdf5(raw_outside), "examples/b/pixels has its data in other files"),
     (hdf5(replace_leaf("pixels", None, shape=(3, 9999, 9999), dtype="u1", chunks=True)),
      "examples/b/pixels declares"),
-    (hdf5(no_images), "1 user has no image, b among them"),
+    (hdf5(no_images), "1 user has no image, for example b: remove such users from the source"),
 ]  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_whole_numbers_0_and_1_are_no_pixels(form: str, capsys: pytest.CaptureFi
     else:
         hdf5(whole_numbers)()
     words = f"{LEAF if form == 'leaf' else TFF} --split_by=images --test_share=0.4"
-    refused(words, " has no number but 0 and 1, as whole numbers, which are levels of 255", capsys)
+    refused(words, "has only the whole numbers 0 and 1, so all images would be black: save them as", capsys)
 
 
 def whole_numbers(file: h5py.File) -> None:
@@ -194,7 +194,7 @@ def whole_numbers(file: h5py.File) -> None:
 
 def test_pixels_are_not_stored_as_jpegs(capsys: pytest.CaptureFixture[str]) -> None:
     hdf5(lambda f: None)()
-    refused(f"{TFF} --storage=jpeg", "--storage jpeg is for image files, and this source has pixels", capsys)
+    refused(f"{TFF} --storage=jpeg", "--storage jpeg is for image files, but this source has", capsys)
 
 
 def table(**columns: Any) -> Callable[[], None]:
@@ -216,13 +216,13 @@ TABLES: list[tuple[Callable[[], None], str]] = [
     (table(client=["a", None, "c"]), f"{ROW} has no client"),
     (table(client=["a", "", "c"]), f"{ROW} has an empty client"),
     (table(client=[1.0, 2.0, 3.0]), "row 0 has the client 1.0, which is neither text nor a whole number"),
-    (table(client=[b"a", b"\xff", b"c"]), f"{ROW} has the client b'\\xff', which is not UTF-8 text"),
+    (table(client=[b"a", b"\xff", b"c"]), f"{ROW}: the client b'\\xff' is not UTF-8 text"),
     (table(label=[0, None, 2]), f"{ROW} has no value in the column 'label'"),
     (table(label=[0, -1, 2]), f"{ROW} has the label -1, which is out"),
     (table(label=[[0], [1, None], [2]]), f"{ROW} has no value in the column 'label'"),
     (table(label=[0.5, 1.5, 2.5]), "row 0 has the label 0.5, which is neither text nor a whole number"),
-    (table(image=[[1, 2], [3], [4]]), "the column 'image' holds list<"),
-    (table(image=[{"bytes": b"x", "path": "/etc/passwd"}] * 3), "row 0: it is none of JPEG, PNG, "),
+    (table(image=[[1, 2], [3], [4]]), "the column 'image' has the type list<"),
+    (table(image=[{"bytes": b"x", "path": "/etc/passwd"}] * 3), "row 0: it is not a JPEG, PNG, "),
     (
         table(image=[{"bytes": one, "path": ""} for one in (None, b"x", b"x")]),
         "row 0: it is listed, but its file is missing",
@@ -241,17 +241,17 @@ def test_parquet_that_is_wrong(
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ("{", "own/state.json is no JSON of save_to_disk"),
-        ("[]", "own/state.json is no JSON of save_to_disk"),
-        ("{}", "own/state.json has no list of _data_files"),
+        ("{", "own/state.json is not a JSON file of save_to_disk"),
+        ("[]", "own/state.json is not a JSON file of save_to_disk"),
+        ("{}", "own/state.json has no list _data_files: save the data set again with"),
         (
             '{"_data_files": [{"filename": "../secret.arrow"}]}',
-            "names the file '../secret.arrow', which is none in",
+            "names the file '../secret.arrow', which is not the name of a file in",
         ),
-        ('{"_data_files": [{"filename": 3}]}', "names the file 3, which is none in its folder"),
+        ('{"_data_files": [{"filename": 3}]}', "names the file 3, which is not the name of a file in its"),
         (
             '{"_data_files": [], "_indices_data_files": [{}]}',
-            "own has an index of its rows: call flatten_indices()",
+            "own stores an index of its rows, which is not read: call",
         ),
         (
             '{"_data_files": [{"filename": "data.arrow"}]}',

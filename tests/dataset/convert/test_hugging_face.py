@@ -49,8 +49,11 @@ def test_class_numbers_are_those_of_their_own_file(tmp_path: Path, given: str, s
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["cat", "dog"], "test-0.parquet class names: give all files one form, or the names by"),
-        ([[0], [1]], "test-0.parquet lists of class numbers without names: give all files one form"),
+        (["cat", "dog"], "test-0.parquet has class names: use the same form in all files, or give the"),
+        (
+            [[0], [1]],
+            "test-0.parquet has lists of class numbers without names: use the same form",
+        ),
     ],
 )
 def test_files_of_two_forms_are_refused(
@@ -69,7 +72,7 @@ def test_files_without_names_have_the_given_ones(tmp_path: Path, capsys: pytest.
     write(own / "train-0.parquet", [0, 1], [1, 0], ["cat", "dog"])
     write(own / "test-0.parquet", [2, 3], [0, 1])
     convert(HF.format(own), tmp_path / "f.hdf5", 2)
-    assert "give all files one form, or the names by --classes" in capsys.readouterr().err
+    assert "use the same form in all files, or give the class names with --classes" in capsys.readouterr().err
     for given, labels in (("dog cat", "dog cat dog cat"), ("Hund Katze", "Katze Hund Hund Katze")):
         names.write_text(given.replace(" ", "\n"))
         out = convert(f"{HF.format(own)} --classes {names} --overwrite", tmp_path / "f.hdf5")
@@ -77,7 +80,7 @@ def test_files_without_names_have_the_given_ones(tmp_path: Path, capsys: pytest.
     names.write_text("dog\ncat")
     write(own / "test-0.parquet", [2, 3], [0, 1], ["dog", "eel"])
     convert(f"{HF.format(own)} --classes {names}", tmp_path / "g.hdf5", 2)
-    said = "test-0.parquet names classes in the column 'label' that --classes lacks"
+    said = "test-0.parquet has class names in the column 'label' that are missing in"
     assert said in capsys.readouterr().err
 
 
@@ -91,7 +94,7 @@ def test_class_names_are_one_however_they_are_typed(
     assert [found[n][2] for n in range(4)] == [composed, "dog", "dog", composed]
     write(tmp_path / "own" / "test-0.parquet", [2, 3], [0, 1], [decomposed, composed])
     convert(HF.format(tmp_path / "own"), tmp_path / "g.hdf5", 2)
-    assert f"two classes are called '{composed}'" in capsys.readouterr().err
+    assert f"two classes have the same name '{composed}'" in capsys.readouterr().err
 
 
 def test_a_list_of_the_class_of_each_object_may_repeat_one(tmp_path: Path) -> None:
@@ -105,7 +108,7 @@ def test_a_vector_of_ones_is_no_list_of_classes(tmp_path: Path, capsys: pytest.C
     write(tmp_path / "own.parquet", [0, 1, 2], [[0, 1, 0], [1, 0, 0], [0, 0, 1]])
     convert(HF.format(tmp_path / "own.parquet"), tmp_path / "f.hdf5", 2)
     assert (
-        "row 0 has a number twice in the column 'label', [0, 1, 0]: list each class"
+        "row 0 has the same number twice in the column 'label', [0, 1, 0]: list each class of"
         in (capsys.readouterr().err.splitlines()[-1])
     )
 
@@ -119,9 +122,8 @@ def test_words_of_splits_in_names_that_are_none_need_splits_dealt(
         write_leaf(tmp_path / "own" / f"{name}_{part}.json", users)
     convert(f"leaf --source {tmp_path / 'own'}", tmp_path / "f.hdf5", 2)
     assert (
-        "no image for training: call its split train, or deal all images by --splits deal"
-        in (capsys.readouterr().err.splitlines()[-1])
-    )
+        "there is no image for training: name a split of the source train, or split all images again"
+    ) in (capsys.readouterr().err.splitlines()[-1])
     convert(f"leaf --source {tmp_path / 'own'} --splits deal", tmp_path / "f.hdf5")
 
 
@@ -170,4 +172,4 @@ def test_splits_by_the_names_of_files(
     with DataFile(tmp_path / "f.hdf5") as file:
         assert file.provenance["splits"] == "the source's"
     convert(f"{words} --splits deal --overwrite", tmp_path / "f.hdf5")
-    assert "splits by the names of files" not in capsys.readouterr().err
+    assert "splits by file names:" not in capsys.readouterr().err

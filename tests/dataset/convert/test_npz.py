@@ -104,68 +104,74 @@ def broken() -> None:
 
 
 REFUSALS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: Path("own.npz").write_bytes(b"no archive"), "own.npz is no whole .npz file"),
+    (lambda: Path("own.npz").write_bytes(b"no archive"), "own.npz is not a complete .npz file"),
     (broken, "own.npz"),
-    (arrays(train_images=None), "own.npz has no array of images: it needs such names as train_images"),
-    (arrays(train_labels=None), "own.npz, train_images has no array of labels beside it"),
-    (arrays(y_train=np.zeros(12, int)), "own.npz, y_train is a second array of labels, after train_labels"),
-    (arrays(x=np.zeros((12, 4, 4)), y=np.zeros(12, int)), "some arrays name their split"),
-    (arrays(train_labels=np.zeros(11, int)), "own.npz, train_labels has 11 rows, and train_images 12"),
+    (arrays(train_images=None), "own.npz has no array of images: name the arrays, for example"),
+    (arrays(train_labels=None), "own.npz, train_images has no array of labels for it: add one"),
+    (arrays(y_train=np.zeros(12, int)), "own.npz, y_train and train_labels are both read as labels of the"),
+    (arrays(x=np.zeros((12, 4, 4)), y=np.zeros(12, int)), "has no split (train, val, test) in its name"),
+    (arrays(train_labels=np.zeros(11, int)), "own.npz, train_labels has 11 rows, but train_images has 12"),
     (
         arrays(train_labels=np.zeros(12)),
-        "own.npz, train_labels holds float64 of shape (12,): class numbers are whole",
+        ("own.npz, train_labels has the type float64 and the shape (12,): give one whole number"),
     ),
-    (arrays(train_labels=np.full((12, 2), 2)), "row 0 has other numbers than 0 and 1"),
-    (arrays(train_labels=np.zeros((12, 2, 2), int)), "own.npz, train_labels holds int64 of shape (12, 2, 2)"),
+    (arrays(train_labels=np.full((12, 2), 2)), "row 0 has numbers other than 0 and 1: for several labels"),
+    (
+        arrays(train_labels=np.zeros((12, 2, 2), int)),
+        "own.npz, train_labels has the type int64 and the shape (12, 2, 2)",
+    ),
     (arrays(train_labels=np.full(12, -1)), "the label -1, which is out of range"),
-    (arrays(train_clients=np.zeros(12)), "own.npz, train_clients holds float64 of shape (12,)"),
-    (arrays(train_images=np.array(["a"] * 12)), "own.npz, train_images holds <U1 of shape (12,), no images"),
-    (arrays(train_images=np.zeros((12, 28, 28, 28), np.uint8)), "28 x 28 x 28 numbers, which are no image"),
+    (arrays(train_clients=np.zeros(12)), "own.npz, train_clients has the type float64 and the shape (12,)"),
+    (arrays(train_images=np.array(["a"] * 12)), "own.npz, train_images has the type <U1 and the shape"),
+    (arrays(train_images=np.zeros((12, 28, 28, 28), np.uint8)), "the shape 28 x 28 x 28, which is not an"),
     (arrays(train_images=np.full((12, 4, 4), 256)), "the number 256, which is out of range"),
-    (arrays(train_images=np.zeros((12, 4, 4), np.uint8)), "no number but 0 and 1"),
-    (arrays(train_images=np.asfortranarray(arrays_of(range(1, 13))["images"])), "is in Fortran's order"),
-    (arrays(train_labels=np.array([None] * 12)), "own.npz, train_labels.npy holds object, and no numbers"),
+    (arrays(train_images=np.zeros((12, 4, 4), np.uint8)), "has only the whole numbers 0 and 1, so all"),
+    (arrays(train_images=np.asfortranarray(arrays_of(range(1, 13))["images"])), "is stored in Fortran"),
+    (
+        arrays(train_labels=np.array([None] * 12)),
+        "own.npz, train_labels.npy has the type object, not numbers",
+    ),
     (arrays(train_clients=np.array([""] * 12)), "own.npz, train_labels, row 0 has an empty client"),
     (arrays(train_clients=np.frombuffer(b"\xff" * 48, "<U1")), "own.npz, train_clients is damaged ("),
     (
         arrays(train_labels=np.eye(3, dtype=int)[[0, 1, 2] * 4]),
-        "each image has exactly one label, as a column",
+        "each image has exactly one label, given as columns of 0 and 1: save",
     ),
     (arrays(train_labels=np.zeros((12, 1 << 16), np.uint8)), "has 65,536 columns; give at most 65,535"),
     (
         arrays(val_labels=np.zeros(3, int)),
         "own.npz, val_labels has no array of",
     ),
-    (arrays(test_clients=np.zeros(3, int)), "own.npz, test_clients has no array of images beside it"),
-    (arrays(clients=np.zeros(12, int)), "own.npz, clients: some arrays name their split, and this one does"),
-    (arrays(x=np.ones((3, 4, 4)), y=np.zeros(3, int)), "own.npz, x: some arrays name their split"),
+    (arrays(test_clients=np.zeros(3, int)), "own.npz, test_clients has no array of images for it: add one"),
+    (arrays(clients=np.zeros(12, int)), "own.npz, clients has no split (train, val, test) in its name"),
+    (arrays(x=np.ones((3, 4, 4)), y=np.zeros(3, int)), "own.npz, x has no split (train, val, test) in its"),
     (
         arrays(
             val_images=np.full((3, 4, 4), 9), val_labels=np.zeros(3, int), train_images=np.ones((12, 4, 4))
         ),
-        "own.npz, val_images has whole numbers above 1, and own.npz, train_images shares from 0 to 1",
+        ("own.npz, val_images has whole numbers above 1, but own.npz, train_images has numbers from 0 to 1"),
     ),
-    (member(header_of("(12,")), "own.npz, train_labels.npy is no array of numpy"),
-    (member(header_of("(12,)", "', '")), "own.npz, train_labels.npy is no array of numpy"),
-    (member(b"\x93NUMPY\x01\x00\x08\x00  x\n y\n"), "own.npz, train_labels.npy is no array of numpy"),
+    (member(header_of("(12,")), "own.npz, train_labels.npy is not a numpy array"),
+    (member(header_of("(12,)", "', '")), "own.npz, train_labels.npy is not a numpy array"),
+    (member(b"\x93NUMPY\x01\x00\x08\x00  x\n y\n"), "own.npz, train_labels.npy is not a numpy array"),
     (
         member(b"\x93NUMPY\x01\x00\x0c\x00{1: 2, 'a':3}"[:22]),
-        "own.npz, train_labels.npy is no array of numpy",
+        "own.npz, train_labels.npy is not a numpy array",
     ),
-    (member(b"no array"), "own.npz, train_labels.npy is no array of numpy"),
-    (member(header_of("(12,)")), "own.npz, train_labels is damaged: 0 bytes are no array of shape (12,)"),
-    (member(header_of("(1 << 60,)")), "own.npz, train_labels.npy is no array of numpy"),
+    (member(b"no array"), "own.npz, train_labels.npy is not a numpy array"),
+    (member(header_of("(12,)")), "own.npz, train_labels is damaged: 0 bytes do not fit an array of shape"),
+    (member(header_of("(1 << 60,)")), "own.npz, train_labels.npy is not a numpy array"),
     (member(header_of("(-12,)")), "own.npz, train_labels"),
     (member(header_of("(12, 0)")), "own.npz, train_labels"),
     (
         arrays(val_images=np.zeros((3, 4, 4)), val_labels=np.zeros((3, 5), int)),
-        "own.npz, val_labels has 5 columns, and train_labels others",
+        "own.npz, val_labels has 5 columns, but train_labels has",
     ),
     (
         arrays(
             train_clients=np.zeros(12, int), val_images=np.ones((3, 4, 4)), val_labels=np.zeros((3, 1), int)
         ),
-        "own.npz, val_images: one split has an array of clients, and another has none",
+        "own.npz, val_images: one split has an array of clients, but another has none: add it",
     ),
 ]
 
@@ -215,7 +221,7 @@ def test_arrays_that_are_not_read_are_named(capsys: pytest.CaptureFixture[str]) 
 def test_the_source_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
     content = write_npz(Path("own.npz"), train=range(1, 13)).read_bytes()
     assert run(main, ["npz", "--source=own.npz", "--output_file=own.npz", "--overwrite"]) == 2
-    assert "--output_file own.npz is the source: give it another name" in capsys.readouterr().err
+    assert "--output_file own.npz is the source file: choose another file name" in capsys.readouterr().err
     assert Path("own.npz").read_bytes() == content
 
 
@@ -223,7 +229,7 @@ def test_names_of_classes_that_are_too_few_are_refused(capsys: pytest.CaptureFix
     arrays(train_labels=np.zeros((12, 3), int))()
     Path("names.txt").write_text("a\nb\n")
     words = "npz --source=own.npz --classes=names.txt --output_file=out.hdf5 --workers=1"
-    refused(words, "--classes has 2 names, and own.npz, train_labels 3 columns", capsys)
+    refused(words, "--classes has 2 names, but own.npz, train_labels has 3 columns", capsys)
 
 
 def test_an_array_is_read_from_any_row_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,16 +57,16 @@ def test_a_folder_of_classes_has_one_user_a_split_whose_images_are_dealt(
     (tmp_path / "own" / splits[0] / "empty").mkdir()
     convert(f"folder --images {tmp_path / 'own'}", tmp_path / "f.hdf5")
     said = capsys.readouterr().err
-    assert "the source names no clients, so that one user owns each split" in said
-    assert ("needs test: convert with --test_share" in said) == ("dev" in splits)
+    assert "the source names no clients, so one user owns all images of a split" in said
+    assert ("training needs test: repeat with --test_share" in said) == ("dev" in splits)
     (line,) = [line for line in said.splitlines() if " python -m dataset.partitions " in line]
-    assert "by --data.partition lda-1-clients-10-seed-0 --federated.cohort_size 10; " in line
+    assert "give --data.partition lda-1-clients-10-seed-0 --federated.cohort_size 10; " in line
     words = line.split(" dataset.partitions ")[1].replace("lda-1-clients-10", "iid-clients-3").split()
     assert run(partitions, words) == 0, "that of so few images, as lda asks for more"
     check_one_user(tmp_path / "f.hdf5", len(NUMBERS) * len(splits))
     write_image(tmp_path / "own" / splits[0] / "cat" / "deeper" / "x.jpg", 99)
     convert(f"folder --images {tmp_path / 'own'}", tmp_path / "g.hdf5", 2)
-    assert "images lie in client/class/, or all in class/" in capsys.readouterr().err
+    assert "images must be in client/class/, or all in class/" in capsys.readouterr().err
 
 
 def test_label_sets_without_clients_are_dealt_iid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_label_sets_without_clients_are_dealt_iid(tmp_path: Path, capsys: pytest
     pq.write_table(table, tmp_path / "own.parquet")
     convert(f"hf --source {tmp_path / 'own.parquet'}", tmp_path / "f.hdf5")
     said = capsys.readouterr().err
-    assert "so that one user owns each split: train by --data.partition iid-clients-10-seed-0 --fed" in said
+    assert "split: to train, give --data.partition iid-clients-10-seed-0 --federated.cohort_size 10" in said
 
 
 def check_one_user(path: Path, images: int) -> None:
@@ -115,11 +115,11 @@ def test_labels_with_semicolons_are_pointed_to_several(
     words = f"folder --images {tmp_path / 'images'} --labels {table} --label_column tags"
     convert(words, tmp_path / "f.hdf5")
     assert (
-        "2 names of classes have a semicolon, such as 'kids;top': are these several"
+        "2 class names contain a semicolon, such as 'kids;top': if each of them lists several"
         in capsys.readouterr().err
     )
     convert(f"{words} --several", tmp_path / "g.hdf5")
-    assert "have a semicolon" not in capsys.readouterr().err
+    assert "contain a semicolon" not in capsys.readouterr().err
 
 
 def listed(folder: Path, column: str, labels: Sequence[object]) -> Path:
@@ -174,8 +174,8 @@ def test_photos_turned_by_exif_are_counted_or_stand_upright(
     words = f"folder --images {root} {DEAL} --storage={storage}" + (" --upright" if upright else "")
     convert(words, tmp_path / "f.hdf5")
     said = capsys.readouterr().err
-    assert ("1 images are turned by their EXIF orientation" in said) == (not upright)
-    assert ("; --upright turns them" in said) == (not upright)
+    assert ("1 images have an EXIF orientation" in said) == (not upright)
+    assert ("; --upright rotates them" in said) == (not upright)
     assert ("1 JPEG, turned upright" in said) == upright
     with DataFile(tmp_path / "f.hdf5") as file:
         ((split, row),) = [

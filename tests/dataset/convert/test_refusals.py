@@ -84,32 +84,32 @@ LINE = "own/labels.csv, line 6"  # of image 5
 ROWS: list[tuple[Callable[[], None], str]] = [
     (
         replaced("\n5.png,", "\n../secret.png,"),
-        f"{LINE} has the path '../secret.png', which is not one below",
+        f"{LINE} has the path '../secret.png', which is not a path inside",
     ),
-    (replaced("\n5.png,", "\n/etc/passwd,"), f"{LINE} has the path '/etc/passwd', which is not one below"),
+    (replaced("\n5.png,", "\n/etc/passwd,"), f"{LINE} has the path '/etc/passwd', which is not a path"),
     (replaced("\n5.png,", "\na/../../5.png,"), f"{LINE} has the path 'a/../../5.png'"),
     (replaced("\n5.png,", "\n,"), f"{LINE} has the path ''"),
     (replaced("\n5.png,", "\n.,"), f"{LINE} has the path '.'"),
-    (replaced("\n5.png,", "\n6.png,"), "line 7 lists the image '6.png' a second time (the first is " + LINE),
+    (replaced("\n5.png,", "\n6.png,"), "line 7 has the image '6.png' a second time (the first is " + LINE),
     (
         replaced("\n5.png,", "\n./6.png,"),
-        "line 7 lists the image '6.png' a second time (the first is " + LINE,
+        "line 7 has the image '6.png' a second time (the first is " + LINE,
     ),
     (replaced("\n5.png,", "\n55.png,"), f"{LINE}: it is listed, but its file is missing"),
     (replaced("\n5.png,", "\n4.png/5.png,"), f"{LINE}: 4.png/5.png cannot be read: Not a directory"),
-    (replaced("\n5.png,", f"\n{'5' * 300}.png,"), f"{LINE} has the image id '555"),
-    (link("../../secret.png"), f"{LINE}: 5.png leads out of --images own/images by a link"),
-    (link("/etc/passwd"), f"{LINE}: 5.png leads out of --images own/images by a link"),
-    (link("."), f"{LINE}: 5.png is no file"),
-    (linked_folder, f"{LINE}: sub/5.png leads out of --images own/images by a link"),
+    (replaced("\n5.png,", f"\n{'5' * 300}.png,"), f"{LINE}: the image id '555"),
+    (link("../../secret.png"), f"{LINE}: 5.png is a link to a place outside --images own/images"),
+    (link("/etc/passwd"), f"{LINE}: 5.png is a link to a place outside --images own/images"),
+    (link("."), f"{LINE}: 5.png is not a file"),
+    (linked_folder, f"{LINE}: sub/5.png is a link to a place outside --images own/images"),
     (image(b""), f"{LINE}: it is empty"),
-    (image(b"neither"), f"{LINE}: it is none of JPEG, PNG, WebP, GIF, BMP and TIFF"),
+    (image(b"neither"), f"{LINE}: it is not a JPEG, PNG, WebP, GIF, BMP or TIFF image"),
     (lambda: image(Path("own/images/4.png").read_bytes()[:60])(), f"{LINE}: it cannot be decoded"),
     (image(bomb()), f"{LINE}: it cannot be decoded (Image size (900000000 pixels) exceeds"),
     (replaced(",bob,eel", ",,eel"), f"{LINE} has an empty client"),
     (replaced(",bob,eel", ", bob,eel"), f"{LINE} has white space around the client ' bob'"),
-    (replaced(",bob,eel", ",b\x07b,eel"), f"{LINE} has characters that cannot be shown in the client"),
-    (replaced(",bob,eel", f",{'b' * 256},eel"), "of 256 bytes, more than 255"),
+    (replaced(",bob,eel", ",b\x07b,eel"), "has characters that cannot be printed"),
+    (replaced(",bob,eel", f",{'b' * 256},eel"), "has 256 bytes; at most 255 are allowed"),
     (replaced(",bob,eel", ",bob,"), f"{LINE} has an empty label"),
     (replaced(",bob,eel", ",bob,eel,x"), f"{LINE} has 4 cells, not 3"),
     (replaced(",bob,eel", ",bob"), f"{LINE} has 2 cells, not 3"),
@@ -119,9 +119,9 @@ ROWS: list[tuple[Callable[[], None], str]] = [
         "own/labels.csv has no column 'path'; it has 'file', ",
     ),
     (replaced("path,client", "path;client"), "own/labels.csv has no column 'path'"),
-    (replaced("label\n", "client\n"), "own/labels.csv has two columns 'client': leave one out"),
+    (replaced("label\n", "client\n"), "own/labels.csv has two columns named 'client': remove or rename one"),
     (rewritten(b""), "own/labels.csv is empty; it needs the columns path, client, label"),
-    (rewritten(b"path,client,label\n"), "own/labels.csv lists no image"),
+    (rewritten(b"path,client,label\n"), "own/labels.csv has no image"),
     (
         rewritten(b"path,client,label\n4.png,b\xff,x\n"),
         "own/labels.csv, line 2 is not UTF-8 text: save it as UTF-8",
@@ -146,54 +146,54 @@ def test_a_csv_that_is_wrong(
 def test_an_unknown_split_and_a_split_that_hides_all(capsys: pytest.CaptureFixture[str]) -> None:
     write_listed(Path("own"), range(1, 13), split="train")
     replaced("eel,train", "eel,tset")()
-    refused(LISTED, "line 3 has the split 'tset'; there are train, val, valid, validation, dev, test", capsys)
+    refused(LISTED, "line 3 has the split 'tset'; it must be one of train, val, valid, validation", capsys)
     text = Path("own/labels.csv").read_text().replace("tset", "train")
     Path("own/labels.csv").write_text(text.replace(",train", ",test"))
-    refused(LISTED, "there is no image for training: call its split train, or deal", capsys)
+    refused(LISTED, "there is no image for training: name a split of the source train, or", capsys)
 
 
 WORDS = [
     ("", "the following arguments are required: FORMAT"),
     ("webdataset", "invalid choice: 'webdataset'"),
     (f"folder {OUT}", "the following arguments are required: --images"),
-    (f"folder --images=nowhere {OUT}", "--images nowhere is no folder"),
-    (f"folder --images=own/labels.csv {OUT}", "--images own/labels.csv is no folder"),
+    (f"folder --images=nowhere {OUT}", "--images nowhere is not a folder"),
+    (f"folder --images=own/labels.csv {OUT}", "--images own/labels.csv is not a folder"),
     (f"folder --images=own/images --labels=own {OUT}", "--labels own is a folder; give a file"),
-    (f"folder --images=own/images --label_column=x {OUT}", "--label_column is for --labels: leave it out"),
-    (f"folder --images=own/images {OUT}", "lies too high: images lie in client/class/"),
+    (f"folder --images=own/images --label_column=x {OUT}", "--label_column needs --labels: add --labels"),
+    (f"folder --images=own/images {OUT}", "is not in the folder of a class: images must be in"),
     (f"{LISTED} --label_column=species", "own/labels.csv has no column 'species'"),
-    (f"{LISTED} --val_share=1", "--val_share is 1: give a share from 0 on and below 1"),
-    (f"{LISTED} --val_share=nan", "--val_share is nan: give a share"),
-    (f"{LISTED} --val_share=0.5 --test_share=0.5", "--val_share and --test_share leave nothing for training"),
+    (f"{LISTED} --val_share=1", "--val_share is 1: give a number of at least 0 and below 1"),
+    (f"{LISTED} --val_share=nan", "--val_share is nan: give a number of at least 0 and below 1"),
+    (f"{LISTED} --val_share=0.5 --test_share=0.5", "--val_share and --test_share leave no images for"),
     (f"{LISTED} --seed=-1", "--seed is -1; give a number from 0"),
-    (f"{LISTED} --splits=given", "--splits is given, and the source has none"),
-    (f"{LISTED} --val_share=0 --test_share=0 --seed=1", "--seed has no effect, as nothing is dealt"),
-    (f"{LISTED} --val_share=0 --test_share=0 --split_by=users", "--split_by has no effect, as nothing"),
+    (f"{LISTED} --splits=given", "--splits given: the source has no splits; leave it out, or give"),
+    (f"{LISTED} --val_share=0 --test_share=0 --seed=1", "--seed has no effect: the source's splits are"),
+    (f"{LISTED} --val_share=0 --test_share=0 --split_by=users", "--split_by has no effect: the source's"),
     (f"{LISTED} --storage=png", "--storage: invalid choice: 'png'"),
-    (f"{LISTED} --image_size=64", "--image_size is for --storage raw: leave it out, or choose raw"),
-    (f"{LISTED} --image_size=own", "--image_size is for --storage raw: leave it out, or choose raw"),
+    (f"{LISTED} --image_size=64", "--image_size needs --storage raw: add --storage raw, or leave it out"),
+    (f"{LISTED} --image_size=own", "--image_size needs --storage raw: add --storage raw, or leave it out"),
     (f"{LISTED} --image_size=0 --storage=raw", "--image_size must be at least 1"),
     (f"{LISTED} --workers=0", "--workers must be at least 1"),
     (f"{LISTED} --jpeg_quality=0", "--jpeg_quality is 0"),
     (f"{LISTED} --classes=nowhere", "--classes nowhere cannot be read"),
-    (f"{LISTED} --classes=own/labels.csv", "which is none of the classes"),
+    (f"{LISTED} --classes=own/labels.csv", "which is not one of the classes"),
     (f"{LISTED} --classes=", "--classes is empty"),
     (f"{LISTED} --output_file=own", "--output_file own is a folder"),
-    (f"{LISTED} --output_file=own/labels.csv", "own/labels.csv exists; give --overwrite"),
-    (f"leaf --source=nowhere {OUT}", "--source nowhere is neither a folder nor a file"),
-    (f"leaf --source=own {OUT}", "--source own holds no *.json"),
-    (f"leaf --source=own/labels.csv {OUT}", "own/labels.csv: it has 'p' in the place of {"),
+    (f"{LISTED} --output_file=own/labels.csv", "own/labels.csv already exists; add --overwrite to replace"),
+    (f"leaf --source=nowhere {OUT}", "--source nowhere does not exist: give a folder or a file"),
+    (f"leaf --source=own {OUT}", "--source own has no *.json files, and its folders train/ and test/ have"),
+    (f"leaf --source=own/labels.csv {OUT}", "own/labels.csv: it has 'p' where { is expected"),
     (f"tff --source=own {OUT}", "--source own is neither an HDF5 file nor a folder with *.h5"),
     (f"tff --source=own/labels.csv {OUT}", "own/labels.csv is not an HDF5 file"),
-    (HF, "--source own holds neither *.parquet nor what save_to_disk writes"),
+    (HF, "--source own has neither *.parquet files nor the files that save_to_disk"),
     (f"hf --source=own/labels.csv --client_column=c {OUT}", "own/labels.csv cannot be read as parquet"),
     (
         f"fedscale --images=own --labels=own {OUT}",
-        "--labels own holds none of train.csv, val.csv and test.csv",
+        "--labels own has none of the files train.csv, val.csv and test.csv",
     ),
     (
         f"fedscale --images=own/images --labels=own/labels.csv {OUT}",
-        "line 2 has the label 'dog', which is no class",
+        "line 2 has the label 'dog', which is not a class number",
     ),
     (f"flamby --images=own --labels=own/labels.csv {OUT}", "own/labels.csv has no column 'image'"),
 ]
@@ -207,32 +207,35 @@ def test_a_bad_call(words: str, said: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_too_few_users_for_the_splits(capsys: pytest.CaptureFixture[str]) -> None:
     write_listed(Path("own"), range(1, 6))
-    refused(LISTED, "2 users are too few for 3 splits", capsys)
+    refused(LISTED, "2 users are not enough for 3 splits", capsys)
 
 
 FOLDERS: list[tuple[Callable[[], object], str]] = [
     (
         lambda: Path("own/eve").mkdir(),
-        "1 user has no image, eve among them: remove such users, or leave them out",
+        "1 user has no image, for example eve: remove such users from the source, or leave",
     ),
     (lambda: Path("own/bob/fox").mkdir(parents=True), ""),
-    (lambda: write_image(Path("own/x.jpg"), 99), "own/x.jpg lies too high: images lie in client/class/"),
-    (lambda: write_image(Path("own/bob/x.jpg"), 99), "own/bob/x.jpg lies too high"),
+    (lambda: write_image(Path("own/x.jpg"), 99), "own/x.jpg is not in the folder of a class: images must"),
+    (lambda: write_image(Path("own/bob/x.jpg"), 99), "own/bob/x.jpg is not in the folder of a class"),
     (
         lambda: write_image(Path("own/bob/cat/a/x.jpg"), 99),
-        "own/bob/cat/a is a folder: images lie in client/class/",
+        "own/bob/cat/a is a folder, but images must be in client/class/, or all",
     ),
     (
         lambda: Path("own/bob/cat/x.txt").write_text("x"),
-        "cannot be used, own: it is none of JPEG, PNG, WebP, GIF, BMP and TIFF",
+        "cannot be used, own: it is not a JPEG, PNG, WebP, GIF, BMP or TIFF image",
     ),
-    (lambda: os.mkfifo("own/bob/cat/x.jpg"), "own/bob/cat/x.jpg: bob/cat/x.jpg is no file"),
-    (lambda: Path("own/bob/cat/x.jpg").symlink_to("/etc/passwd"), "leads out of --images own by a link"),
+    (lambda: os.mkfifo("own/bob/cat/x.jpg"), "own/bob/cat/x.jpg: bob/cat/x.jpg is not a file"),
+    (lambda: Path("own/bob/cat/x.jpg").symlink_to("/etc/passwd"), "is a link to a place outside --images"),
     (
         lambda: write_image(Path("own/train/bob/cat/x.jpg"), 99),
-        "own/007: beside train there are splits alone",
+        "own/007: train beside it is a split, so all folders here must be splits",
     ),
-    (lambda: Path(os.fsdecode(b"own/bob/cat/\xff.jpg")).write_bytes(b"x"), "cannot be shown in the image id"),
+    (
+        lambda: Path(os.fsdecode(b"own/bob/cat/\xff.jpg")).write_bytes(b"x"),
+        "has characters that cannot be printed",
+    ),
 ]
 
 

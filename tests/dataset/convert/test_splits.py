@@ -75,7 +75,7 @@ def test_given_splits_stay_and_a_missing_one_may_be_dealt_of_train() -> None:
     splits: list[str | None] = ["test" if number >= 60 else "train" for number in range(80)]
     found = dealt(users, how("users", val=0.2, test=0, keep=True), splits)
     assert Counter(split for split, _ in found.values()) == {"train": 48, "val": 12, "test": 20}
-    with pytest.raises(ValueError, match="--test_share is for a source without test, and this one has it"):
+    with pytest.raises(ValueError, match="--test_share has no effect, because the source already has the"):
         dealt(users, how("users", val=0, test=0.1, keep=True), splits)
 
 
@@ -84,13 +84,13 @@ def test_a_user_in_two_splits_is_renamed_unless_that_is_another_user() -> None:
     found = dealt(["a", "a", "b"], none, ["train", "test", "test"])
     assert list(found.values()) == [("train", "a"), ("test", "test-a"), ("test", "test-b")]
     with pytest.raises(
-        ValueError, match="user 'a' has images in several splits and becomes 'test-a' in test"
+        ValueError, match="user 'a' has images in several splits and is renamed 'test-a' in test, but"
     ):
         dealt(["a", "a", "test-a"], none, ["train", "test", "train"])
 
 
 def test_splits_that_would_be_empty_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 users are too few for 3 splits"):
+    with pytest.raises(ValueError, match="2 users are not enough for 3 splits: give --split_by images, or"):
         dealt(["a", "b"], how("users"))
     with pytest.raises(ValueError, match="no user has enough images to give one to val"):
         dealt(["a", "b"], how("images"))

@@ -131,42 +131,42 @@ def proto(**features: object) -> Callable[[Path], object]:
 
 GREY = np.zeros((4, 4), np.float32)
 FAULTS: list[tuple[Callable[[Path], object], str, str]] = [
-    (packed, "a.sqlite.lzma", "a.sqlite.lzma is packed: xz --decompress --keep --format=lzma a.sqlite.lzma"),
-    (cut, "a.sqlite", "a.sqlite is not one of TensorFlow Federated's SQLite files, or damaged: "),
-    (changed("DROP TABLE examples"), "a.sqlite", "or damaged: no such table: examples"),
+    (packed, "a.sqlite.lzma", "--source a.sqlite.lzma is compressed: unpack it with xz --decompress --keep"),
+    (cut, "a.sqlite", "a.sqlite is damaged, or is not an SQLite file of TensorFlow Federated:"),
+    (changed("DROP TABLE examples"), "a.sqlite", "of TensorFlow Federated: no such table: examples"),
     (changed("DELETE FROM examples"), "a.sqlite", "a.sqlite has no example"),
-    (changed("UPDATE examples SET split_name = 'mine'"), "a.sqlite", "has the split 'mine', which does"),
+    (changed("UPDATE examples SET split_name = 'mine'"), "a.sqlite", "has the split 'mine', whose name"),
     (
         changed("UPDATE examples SET split_name = 'digits_only_test' WHERE rowid = 1"),
         "a.sqlite",
-        "a.sqlite has splits of 'all', 'digits_only': choose by --prefix",
+        "a.sqlite has splits with the prefixes 'all', 'digits_only': choose one with",
     ),
     (
         changed("UPDATE examples SET split_name = 'train'"),
         "a.sqlite --prefix=all",
-        "a.sqlite has splits without a prefix: leave --prefix out",
+        "the splits of a.sqlite have no prefix: leave --prefix out",
     ),
-    (lambda _: None, "a.sqlite --prefix=some", "a.sqlite has splits of 'all', not --prefix some: choose by"),
+    (lambda _: None, "a.sqlite --prefix=some", "splits with the prefixes 'all', not some: choose one"),
     (
         changed("UPDATE examples SET client_id = CAST(x'ff' AS TEXT)"),
         "a.sqlite",
-        "a.sqlite, row 1 of split all_test, client_id is no text in UTF-8: b'\\xff'",
+        "a.sqlite, row 1 of split all_test, client_id is not UTF-8 text: b'\\xff'",
     ),
     (
         changed("UPDATE examples SET serialized_example_proto = x'0aff' WHERE rowid = 3"),
         "a.sqlite",
-        "client 'f0000_14', example 2 is no serialised tf.train.Example",
+        "client 'f0000_14', example 2 is not a serialised tf.train.Example",
     ),
     (
         changed("UPDATE examples SET serialized_example_proto = 7 WHERE rowid = 3"),
         "a.sqlite",
-        "client 'f0000_14', example 2 is no serialised tf.train.Example",
+        "client 'f0000_14', example 2 is not a serialised tf.train.Example",
     ),
-    (proto(pixels=GREY), "a.sqlite", "example 2 has no single whole number 'label'"),
-    (proto(pixels=GREY, label=1.5), "a.sqlite", "example 2 has no single whole number 'label'"),
-    (proto(label=1), "a.sqlite", "example 2 has neither pixels nor image of numbers"),
-    (proto(pixels=b"jpeg", label=1), "a.sqlite", "example 2 has neither pixels nor image of numbers"),
-    (proto(pixels=GREY.ravel()[:15], label=1), "a.sqlite", "example 2 has 15 numbers, which are no image"),
+    (proto(pixels=GREY), "a.sqlite", "example 2 needs exactly one whole number as 'label'"),
+    (proto(pixels=GREY, label=1.5), "a.sqlite", "example 2 needs exactly one whole number as 'label'"),
+    (proto(label=1), "a.sqlite", "example 2 has no numbers in pixels or image"),
+    (proto(pixels=b"jpeg", label=1), "a.sqlite", "example 2 has no numbers in pixels or image"),
+    (proto(pixels=GREY.ravel()[:15], label=1), "a.sqlite", "example 2 has the shape 15, which is not an"),
     (proto(pixels=GREY + 2, label=1), "a.sqlite", "example 2 has the number 2, which is out of range"),
     (proto(pixels=GREY, label=-1), "a.sqlite", "example 2 has the label -1"),
 ]  # fmt: skip
@@ -189,8 +189,8 @@ def test_a_wrong_file_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("words", "of", "said"),
     [
-        ("--classes=names.txt", celeba, "--classes names numbers, and a.sqlite, split all_train, client"),
-        ("", lambda number: serialised(image=draw(number)), "has neither a label nor attributes"),
+        ("--classes=names.txt", celeba, "--classes gives names to class numbers, but a.sqlite, split"),
+        ("", lambda number: serialised(image=draw(number)), "has neither the feature label nor other"),
         (
             "",
             lambda number: serialised(image=draw(number), old=number),
@@ -216,7 +216,7 @@ def test_a_prefix_is_for_sqlite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(f"tff --source=. --prefix=all {OUT}", "--prefix is for files of SQLite, and . is none", capsys)
+    refused(f"tff --source=. --prefix=all {OUT}", "--prefix can be used only with SQLite files, but", capsys)
 
 
 def test_emnist_writes_what_it_says() -> None:

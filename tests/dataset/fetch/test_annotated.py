@@ -104,7 +104,7 @@ def test_archives_of_a_server_give_what_their_folder_gives_and_leave_nothing(
     output = tmp_path / "f.hdf5"
     assert make(served(layout, server.root, server.url), output, *words) == 0
     said = capsys.readouterr().err
-    assert ("photographers by the annotations" if layout == "voc2007" else "nobody is known who took") in said
+    assert ("photographers by the annotations" if layout == "voc2007" else "nobody is named who") in said
     validate(output)
     assert_paired(output, layout, form)
     assert {path.name for path in tmp_path.iterdir()} == {"served", "f.hdf5"}
@@ -140,7 +140,7 @@ def test_a_download_goes_on_where_it_broke_and_is_checked(
     server.faults[train[1:]] = ["flipped"]
     server.asked.clear()
     assert make(spec, tmp_path / "f.hdf5") == 2
-    assert "arrived damaged (MD5 " in capsys.readouterr().err
+    assert "was damaged in the download (MD5" in capsys.readouterr().err
     assert make(spec, tmp_path / "f.hdf5") == 0
     asked = [(path, wanted is not None) for path, wanted in server.asked]
     assert (annotations, False) not in asked
@@ -196,8 +196,9 @@ def test_boxes_of_another_size_are_refused_unless_it_is_that_of_the_upright_phot
     words = [f"--source={folder}", "--workers=1"]
     assert make(street.STREET, tmp_path / "f.hdf5", *words) == 2
     assert (
-        "1 images are not of the size that their annotations have, 000000000009 among them (32 x 64, not 64 "
-        "x 32 pixels): give the images that were annotated (see --upright"
+        "1 images do not have the size that their annotations say, for example 000000000009 "
+        "(32 x 64, not 64 x 32 pixels): give the images that were annotated, or see --upright "
+        "if"
     ) in capsys.readouterr().err.splitlines()[-1]
     assert make(street.STREET, tmp_path / "f.hdf5", *words, "--upright") == (0 if turned else 2)
     if turned:
@@ -242,29 +243,29 @@ def test_users_come_from_a_csv_and_its_other_columns_become_partitions(
     assert make(street.STREET, out, *words) == 0
     assert owned(out)[9] == "z"
     assert set(owned(out, "val").values()) == {"all-val"}
-    assert "other.csv, which lists 1 other images, too" in capsys.readouterr().err
+    assert "other.csv, which also lists 1 images that are not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "text, words, message",
     [
-        ("image_id,user_id\n99,a\n", "", "lists image '99' and others, which are none of the images"),
-        ("image_id,partition,user_id\n1,val,a\n", "", "says that image 1 is in val, but it is in train"),
-        ("image_id,partition,user_id\n1,dev,a\n", "", "line 2 has the partition 'dev'; there are train"),
+        ("image_id,user_id\n99,a\n", "", "lists images that are not in the source, for example '99': list"),
+        ("image_id,partition,user_id\n1,val,a\n", "", "says that image 1 is in val, but the annotations"),
+        ("image_id,partition,user_id\n1,dev,a\n", "", "line 2 has the partition 'dev'; it must be one of"),
         ("image_id,user_id\n,a\n", "", "line 2 has an empty image_id"),
-        ("image_id,user_id\n1,a\n1,b\n", "", "line 3 lists image 1 a second time"),
+        ("image_id,user_id\n1,a\n1,b\n", "", "line 3 has image 1 a second time"),
         ("image_id,user_id\n", "", "users.csv lists no image"),
-        ("image_id,owner\n1,a\n", "", "needs columns of users, whose names begin with user"),
+        ("image_id,owner\n1,a\n", "", "needs columns of users: their names must begin with user, differ"),
         ("image_id,user id\n1,a\n", "", "it has image_id, user id"),
         (
             "image_id,user_5,user-5\n1,a,b\n",
             "",
-            "needs columns of users, whose names begin with user, differ",
+            "needs columns of users: their names must begin with user, differ, and",
         ),
         (
             "image_id,partition,user,partition\n1,val,a,val\n",
             "",
-            "has two columns 'partition'; leave one out",
+            "has two columns named 'partition'; remove one",
         ),
         ("user_id\na\n", "", "has no column 'image_id'"),
         ("image_id,user_id\n1\n", "", "line 2 has 1 fields, not 2"),

@@ -161,7 +161,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"gtFine/val/aachen/aachen_000000_000019" + MASK: with_id(1)},
         "scene aachen_000000_000019 is in another split, too; keep one of them",
     ),
-    "two masks": ({"b/" + FIRST: with_id(2)}, "holds two different files train/aachen/"),
+    "two masks": ({"b/" + FIRST: with_id(2)}, "has two different files train/aachen/"),
     "empty": ({FIRST: b""}, f"{FIRST}: its mask cannot be used"),
     "no png": ({FIRST: b"GIF89a" * 9}, f"{FIRST}: its mask cannot be used"),
     "cut off": ({FIRST: lambda content: content[:-40]}, f"{FIRST}: its mask cannot be used"),
@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "an id": ({FIRST: with_id(NUM_IDS)}, f"{FIRST} has the label id 34; there are 0 to 33"),
     "train ids": ({FIRST: with_id(255)}, f"{FIRST} has the label id 255; there are 0 to 33"),
     "size": ({FIRST: png(label_ids(0)[:9])}, "its mask has 32 x 9 pixels, the image 32 x 32"),
-    "large": ({FIRST: bytes((1 << 24) + 1)}, "more than such a file may have"),
+    "large": ({FIRST: bytes((1 << 24) + 1)}, "is too large"),
 }  # fmt: skip
 
 
@@ -189,11 +189,11 @@ def test_a_hostile_folder_ends_in_one_line(
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--source=http://127.0.0.1:1/"], "give a folder: cityscapes-dataset.com gives its archives out"),
-        (["--source=nowhere"], "--source nowhere is no folder"),
+        (["--source=http://127.0.0.1:1/"], "give a folder (cityscapes-dataset.com gives its archives out"),
+        (["--source=nowhere"], "--source nowhere is not a folder"),
         (
             ["--source={in}", "--users=camera"],
-            "--users is 'camera'; the images are dealt by city or sequence",
+            "--users is 'camera'; it must be city or sequence",
         ),
         (["--source={in}", "--val_as=train"], "argument --val_as: invalid choice: 'train'"),
         (["--source={in}", "--annotation=mask"], "unrecognized arguments: --annotation=mask"),
@@ -261,4 +261,4 @@ def test_val_becomes_test_alone_where_there_is_none(
     write_files(folder, without_root(voc_files("2007", {"test": TEST})))
     capsys.readouterr()
     assert make(spec, tmp_path / "g.hdf5", f"--source={folder}", "--annotation=boxes", "--val_as=test") == 2
-    assert "--val_as is test, and there are images of test: set it to val" in capsys.readouterr().err
+    assert "--val_as test cannot be used, because there already are images of" in capsys.readouterr().err

@@ -53,8 +53,8 @@ def test_what_passes_is_waited_for(tmp_path: Path, server: FaultyServer, fault: 
     [
         (404, "404"),
         (403, "403"),
-        ("html", "has 26 bytes now, and had 10,240 before"),
-        ("changed", "the file changed on the server"),
+        ("html", "it now has 26 bytes, but had 10,240 before"),
+        ("changed", "the file on the server changed during the download"),
     ],
 )
 def test_what_does_not_pass_is_said_at_once_and_nothing_is_kept_for_whole(

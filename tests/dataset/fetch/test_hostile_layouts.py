@@ -39,27 +39,27 @@ def instead(old: str, new: str) -> Callable[[bytes], bytes]:
 
 
 VOC_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no list": (dict.fromkeys(map(LIST.format, ("train", "val"))), "has neither ImageSets/Main/train.txt"),
+    "no list": (dict.fromkeys(map(LIST.format, ("train", "val"))), "does not say which images are for"),
     "no annotation": ({XML: None}, "image 000007 of train has no annotation in Annotations/*.xml"),
-    "entities": ({XML: DOCTYPE}, f"{XML} cannot be used (it declares a document type"),
-    "cut off": ({XML: lambda xml: xml[:-20]}, f"{XML} cannot be used (unclosed token"),
-    "no XML": ({XML: b"\xff\xfe\x00"}, f"{XML} cannot be used ("),
-    "deep": ({XML: b"<a>" * 99 + b"</a>" * 99}, f"{XML} cannot be used (it nests more than 16"),
-    "encoding": ({XML: b'<?xml version="1.0" encoding="utf-99"?><a/>'}, f"{XML} cannot be used ("),
-    "large": ({XML: b" " * (MAX_XML_BYTES + 1)}, "more than such a file may have"),
-    "class": ({XML: instead("<name>cat", "<name>kite")}, "'kite', which is none of the 20"),
+    "entities": ({XML: DOCTYPE}, f"{XML} is not valid XML (it has a document type"),
+    "cut off": ({XML: lambda xml: xml[:-20]}, f"{XML} is not valid XML (unclosed token"),
+    "no XML": ({XML: b"\xff\xfe\x00"}, f"{XML} is not valid XML ("),
+    "deep": ({XML: b"<a>" * 99 + b"</a>" * 99}, "XML (its elements are nested more than 16"),
+    "encoding": ({XML: b'<?xml version="1.0" encoding="utf-99"?><a/>'}, f"{XML} is not valid XML ("),
+    "large": ({XML: b" " * (MAX_XML_BYTES + 1)}, "is too large"),
+    "class": ({XML: instead("<name>cat", "<name>kite")}, "has an object of the class 'kite', which is not"),
     "size": ({XML: instead("width>", "w>")}, "size/width is ''"),
-    "number": ({XML: instead(MAX, "<xmax>1e9")}, "bndbox/xmax is '1e9'; it needs a number"),
-    "nan": ({XML: instead(MAX, "<xmax>nan")}, "bndbox/xmax is 'nan'; it needs"),
-    "beyond": ({XML: instead(MAX, "<xmax>33")}, "is empty or not within the image of 32"),
-    "counts from 0": ({XML: instead("<xmin>2", "<xmin>0")}, "; --first_pixel 0 is for boxes that count"),
-    "empty": ({XML: instead(MAX, "<xmax>0")}, "(0, 0, 0, 2) is empty or not within"),
-    "twice": ({VAL_LIST: b"000007\n"}, "val.txt lists image 000007, which is in train already"),
-    "path": ({VAL_LIST: b"../../etc/x\n"}, "holds '../../etc/x'; it needs an image id"),
-    "words": ({VAL_LIST: b"000007 1\n"}, "holds '000007 1'; it needs an image id on each line"),
+    "number": ({XML: instead(MAX, "<xmax>1e9")}, "bndbox/xmax is '1e9'; it must be a number"),
+    "nan": ({XML: instead(MAX, "<xmax>nan")}, "bndbox/xmax is 'nan'; it must be"),
+    "beyond": ({XML: instead(MAX, "<xmax>33")}, "is empty or reaches beyond the image of 32"),
+    "counts from 0": ({XML: instead("<xmin>2", "<xmin>0")}, "; if the boxes count pixels from 0, give"),
+    "empty": ({XML: instead(MAX, "<xmax>0")}, "(0, 0, 0, 2) is empty or reaches beyond"),
+    "twice": ({VAL_LIST: b"000007\n"}, "val.txt lists image 000007, which is already in train: remove one"),
+    "path": ({VAL_LIST: b"../../etc/x\n"}, "has the line '../../etc/x'; each line must be one image id"),
+    "words": ({VAL_LIST: b"000007 1\n"}, "has the line '000007 1'; each line must be one image id"),
     "text": ({VAL_LIST: b"\xff"}, "val.txt is not UTF-8 text"),
-    "classes": ({"classes.txt": b"a\na\n"}, "classes.txt needs 1 to 255 names, each once"),
-    "two": ({"b/ImageSets/Main/val.txt": b"000001\n"}, "holds two different files ImageSets/val.txt"),
+    "classes": ({"classes.txt": b"a\na\n"}, "classes.txt needs 1 to 255 different names, one on each line"),
+    "two": ({"b/ImageSets/Main/val.txt": b"000001\n"}, "has two different files ImageSets/val.txt: give a"),
     "no image": ({"JPEGImages/000007.jpg": None}, "image 000007 of user Fried Camels cannot be used"),
 }  # fmt: skip
 
@@ -101,28 +101,28 @@ def of_image(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 COCO_FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda content: [content], "holds no object with images, annotations and categories"),
+    (lambda content: [content], "is not a JSON object with images, annotations and categories"),
     (lambda content: content.pop("images") and None, "has no list of objects under 'images'"),
     (lambda content: content["images"].append(7), "has no list of objects under 'images'"),
-    (lambda content: content["images"].append(content["images"][0]), "image 1 comes a second time"),
-    (of_image("id", "1"), "id is '1'; give a whole number"),
-    (of_image("id", -1), "id is '-1'; give a whole number"),
-    (of_image("width", 0.5), "image 1: width is '0.5'; give a whole number"),
+    (lambda content: content["images"].append(content["images"][0]), "image 1 is there twice"),
+    (of_image("id", "1"), "id is '1'; it must be a whole number of at least 0"),
+    (of_image("id", -1), "id is '-1'; it must be a whole number of at least 0"),
+    (of_image("width", 0.5), "image 1: width is '0.5'; it must be a whole number of at least 0"),
     (of_image("file_name", "../000001.jpg"), "has the file_name '../000001.jpg'; give a name without"),
-    (of_image("file_name", "a\ud800.jpg"), "give a text of one line"),
-    (of_image("file_name", None), "image 1: file_name is 'None'; give a text"),
-    (of_annotation("image_id", 99), "is of image 99, which the file does not list"),
-    (of_annotation("category_id", 2), "annotation 3 has the category 2, which the file does not name"),
-    (of_annotation("iscrowd", 2), "annotation 3 has iscrowd '2'; it is 0 or 1"),
-    (of_annotation("bbox", [0, 0, 1]), "has the bbox [0, 0, 1]; it needs four numbers"),
-    (of_annotation("bbox", [0, 0, 1, 10**400]), "it needs four numbers"),
-    (of_annotation("bbox", [0, 0, 1, True]), "it needs four numbers"),
-    (of_annotation("bbox", [0, 0, float("nan"), 1]), "is not JSON (it holds NaN"),
-    (of_annotation("bbox", [0, 0, 33, 1]), "its box (0, 0, 33, 1) is empty or not within the image"),
-    (of_annotation("bbox", [0, 0, 0, 1]), "its box (0, 0, 0, 1) is empty or not within"),
+    (of_image("file_name", "a\ud800.jpg"), "it must be text on one line"),
+    (of_image("file_name", None), "image 1: file_name is 'None'; it must be text"),
+    (of_annotation("image_id", 99), "belongs to image 99, which is not in the list images"),
+    (of_annotation("category_id", 2), "annotation 3 has the category 2, which is not in the list categories"),
+    (of_annotation("iscrowd", 2), "annotation 3 has iscrowd '2'; it must be 0 or 1"),
+    (of_annotation("bbox", [0, 0, 1]), "has the bbox [0, 0, 1]; it must be four numbers"),
+    (of_annotation("bbox", [0, 0, 1, 10**400]), "it must be four numbers"),
+    (of_annotation("bbox", [0, 0, 1, True]), "it must be four numbers"),
+    (of_annotation("bbox", [0, 0, float("nan"), 1]), "is not valid JSON (it has NaN"),
+    (of_annotation("bbox", [0, 0, 33, 1]), "the box (0, 0, 33, 1) is empty or reaches beyond the image"),
+    (of_annotation("bbox", [0, 0, 0, 1]), "the box (0, 0, 0, 1) is empty or reaches beyond"),
     (lambda content: content["categories"].append({"id": 1, "name": "b"}), "the name 'b' twice"),
     (lambda content: content["categories"].clear(), "has 0 categories; give 1 to 65,536"),
-    (lambda content: content["categories"][0].update(name="bike"), "has other categories than"),
+    (lambda content: content["categories"][0].update(name="bike"), "does not have the same categories as"),
 ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_json_ends_in_one_line(
     folder = write_files(tmp_path / "in", {"instances_train.json": text.encode("latin-1")})
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "instances_train.json is not JSON" in line
+    assert "instances_train.json is not valid JSON" in line
 
 
 HEADER = b"x" * 126 + b"IM"
@@ -156,16 +156,16 @@ HEADER = b"x" * 126 + b"IM"
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "it is no MATLAB file of level 5"),
-        (HEADER + b"\x0f\0\0\0\xff\0\0\0" + b"rubbish", "holds no GTcls.Segmentation"),
-        (matlab(np.zeros((4, 4), np.int32)), "(its field is no matrix of bytes)"),
+        (b"", "it is not a MATLAB file of level 5"),
+        (HEADER + b"\x0f\0\0\0\xff\0\0\0" + b"rubbish", "has no GTcls.Segmentation"),
+        (matlab(np.zeros((4, 4), np.int32)), "(its field is not a matrix of bytes)"),
         (HEADER + b"\x0f\0\0\0\0\0\1\0" + zlib.compress(bytes(1 << 27)), "it has more than 67,108,864 bytes"),
-        (matlab(np.zeros((4, 4), np.uint8))[:-40], "holds no GTcls.Segmentation"),
+        (matlab(np.zeros((4, 4), np.uint8))[:-40], "has no GTcls.Segmentation"),
     ],
     ids=["empty", "rubbish", "other numbers", "bomb", "cut off"],
 )  # fmt: skip
 def test_a_hostile_matlab_file_ends_in_one_line(content: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=r"here holds no GTcls\.Segmentation") as caught:
+    with pytest.raises(ValueError, match=r"here has no GTcls\.Segmentation") as caught:
         mask_png(content, "here")
     assert message in str(caught.value)
 
@@ -195,12 +195,12 @@ def test_a_matrix_that_is_damaged_ends_in_a_valueerror_or_has_its_shape() -> Non
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--annotation=mask --bad_boxes=cut", "--bad_boxes is for --annotation boxes: leave it out"),
-        ("--annotation=mask --first_pixel=0", "--first_pixel is for --annotation boxes: leave it out"),
-        ("--download_folder=d", "--download_folder is for a --source that is an address"),
-        ("--users=user_id", "--users is for a users.csv, and there is none: give --users_csv"),
-        ("--source=nowhere", "--source nowhere is neither a folder nor an address (http...)"),
-        ("--image_size=64", "--image_size is for --storage raw"),
+        ("--annotation=mask --bad_boxes=cut", "--bad_boxes can be used only with --annotation boxes: leave"),
+        ("--annotation=mask --first_pixel=0", "--first_pixel can be used only with --annotation boxes"),
+        ("--download_folder=d", "--download_folder can be used only if --source is an address: leave it"),
+        ("--users=user_id", "--users can be used only with a users.csv, and there is none: add"),
+        ("--source=nowhere", "--source nowhere is neither an existing folder nor an address (http...)"),
+        ("--image_size=64", "--image_size needs --storage raw"),
         ("--annotation=outlines", "invalid choice: 'outlines'"),
     ],
 )

@@ -107,7 +107,7 @@ def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: P
 
 def test_a_shard_that_arrives_damaged_is_not_kept(tmp_path: Path, hub: Hub) -> None:
     hub.damage = True
-    with pytest.raises(OSError, match=r"data/train-00000-of-00003\.parquet arrived damaged"):
+    with pytest.raises(OSError, match=r"data/train-00000-of-00003\.parquet was damaged in the download"):
         found_in(sources.hugging_face(tmp_path / "down"))
     hub.damage = False
     assert found_in(sources.hugging_face(tmp_path / "down")) == expected(records(30))

@@ -163,8 +163,8 @@ def test_missing_images_are_counted_and_listed_and_users_without_any_are_dropped
     validate(output)
     assert_paired(output, without=gone)
     said = capsys.readouterr().err
-    assert f"{len(set(gone))} of 52 listed images are not there" in said
-    assert "users left out who have no other: 1 of user-120k" in said
+    assert f"{len(set(gone))} of 52 listed images are missing" in said
+    assert "users who are left out because all their images are missing: 1 of" in said
     with open(tmp_path / "f.hdf5.missing.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["image_id"] for row in rows} == {image_id(n) for n in gone}
@@ -204,7 +204,7 @@ def test_a_download_goes_on_archive_by_archive_on_a_bad_day(
     assert make(spec, output) == 2
     assert "404" in capsys.readouterr().err
     assert make(spec, output) == 2
-    assert "images_002.tar arrived damaged (MD5" in capsys.readouterr().err
+    assert "images_002.tar was damaged in the download (MD5" in capsys.readouterr().err
     kept = sorted(path.name.partition(".")[0] for path in (tmp_path / "f.hdf5.download").glob("*.kept.tar"))
     assert kept == ["images_000", "images_001"]
     assert not list((tmp_path / "f.hdf5.download").glob("images_00?.tar"))  # nothing of what was not listed
@@ -221,7 +221,7 @@ def test_lists_that_arrive_damaged_are_not_used(
     spec = served(LANDMARKS["160k"], server.root, server.url, landmark_csvs())
     server.faults = {spec.splits[0].path: ["flipped"]}
     assert make(spec, tmp_path / "f.hdf5") == 2
-    assert "landmarks-user-160k.zip arrived damaged (MD5" in capsys.readouterr().err
+    assert "landmarks-user-160k.zip was damaged in the download (MD5" in capsys.readouterr().err
     assert make(spec, tmp_path / "f.hdf5") == 0
 
 
@@ -277,16 +277,16 @@ def test_lists_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     texts = google_inaturalist_csvs()
-    assert "0 test CSVs" in refused({name: text for name, text in texts.items() if name != "test.csv"})
-    assert "0 training CSVs" in refused({"test.csv": texts["test.csv"]})
+    assert "0 test CSV files" in refused({name: text for name, text in texts.items() if name != "test.csv"})
+    assert "0 training CSV files" in refused({"test.csv": texts["test.csv"]})
     other = texts["federated_train_geo_100.csv"].replace(
         f"{image_id(1)},{class_of(1)},", f"{image_id(1)},{class_of(1) + 1},"
     )
     assert f"image {image_id(1)} has class" in refused({**texts, "federated_train_geo_100.csv": other})
     both = texts["test.csv"] + f"{image_id(2)},1,x\n"
-    assert f"image {image_id(2)} is a training image and in" in refused({**texts, "test.csv": both})
+    assert f"image {image_id(2)} is a training image but is also in" in refused({**texts, "test.csv": both})
     twice = {**texts, "federated_train_user-120k.csv": texts["federated_train_user_120k.csv"]}
-    assert "two CSVs of one partition" in refused(twice)
+    assert "has two CSV files of the same partition" in refused(twice)
 
 
 def test_options_that_cannot_be_are_said_in_one_line(
@@ -300,12 +300,12 @@ def test_options_that_cannot_be_are_said_in_one_line(
     for arguments, said in [
         (
             ["--source", "nowhere", "--splits", str(folder)],
-            "--source nowhere is neither a folder nor an address",
+            "--source nowhere is neither an existing folder nor an address",
         ),
-        (["--source", str(folder), "--splits", "nowhere"], "--splits nowhere is neither a folder"),
-        (["--source", str(tmp_path / "none"), "--splits", str(folder)], "holds none of the images"),
+        (["--source", str(folder), "--splits", "nowhere"], "--splits nowhere does not exist: give a"),
+        (["--source", str(tmp_path / "none"), "--splits", str(folder)], "has none of the images that the"),
         (["--source", str(folder), "--coordinates", str(places), "--n_max", "1k"], "--n_max is '1k'"),
-        (["--source", str(folder), "--coordinates", str(places)], "lists none of the training images"),
+        (["--source", str(folder), "--coordinates", str(places)], "--coordinates has none of the training"),
         (["--source", str(folder), "--workers", "0"], "--workers must be at least 1"),
     ]:
         assert make(LANDMARKS["160k"], tmp_path / "f.hdf5", *arguments) == 2
@@ -317,7 +317,7 @@ def test_options_that_cannot_be_are_said_in_one_line(
     capsys.readouterr()
     (folder / "deep" / f"{image_id(1)}.jpg").write_bytes(jpeg(1))
     assert make(LANDMARKS["160k"], tmp_path / "f.hdf5", "--source", folder) == 2
-    assert f"two files have the name of image {image_id(1)}" in capsys.readouterr().err
+    assert f"two files are named like image {image_id(1)}" in capsys.readouterr().err
 
 
 def test_the_public_addresses_are_those_of_the_reference() -> None:

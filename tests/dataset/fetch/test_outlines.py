@@ -159,35 +159,35 @@ def runs(counts: Any, size: Any = (SIDE, SIDE)) -> Any:
 
 
 FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (of_annotation("segmentation", None), "has the segmentation 'None'; it needs polygons, or runs"),
-    (of_annotation("segmentation", "x" * 99), "it needs polygons, or runs"),
-    (of_annotation("segmentation", [1, 2, 3]), "has a polygon that is not of pairs of numbers"),
-    (of_annotation("segmentation", [[1, 2, 3, 4, 5, 6, 7]]), "not of pairs of numbers"),
-    (of_annotation("segmentation", [[1, 2, 3, 4, 5, "6"]]), "not of pairs of numbers"),
-    (of_annotation("segmentation", [[1, 2, 3, 4, 5, True]]), "not of pairs of numbers"),
-    (of_annotation("segmentation", [[1, 2, 3, 4, 5, 10**400]]), "not of pairs of numbers"),
-    (of_annotation("segmentation", [[1, 2, 3, 4, 5, 1e300]]), "not of pairs of numbers"),
-    (of_annotation("segmentation", [[[1, 2], [3, 4], [5, 6]]]), "not of pairs of numbers"),
-    (of_annotation("segmentation", [{"counts": [1], "size": [1, 1]}]), "not of pairs of numbers"),
-    (of_annotation("segmentation", runs([1024], (SIDE, 9))), "has runs of an image of the size [32, 9]"),
-    (of_annotation("segmentation", {"counts": [1024]}), "has runs of an image of the size None"),
-    (of_annotation("segmentation", runs([1, 2])), "has runs that do not add up to the 1,024 pixels"),
-    (of_annotation("segmentation", runs([1025])), "do not add up"),
-    (of_annotation("segmentation", runs([])), "do not add up"),
-    (of_annotation("segmentation", runs([1025, -1])), "that are no whole numbers from 0"),
-    (of_annotation("segmentation", runs([MAX_PIXELS + 1])), "that are no whole numbers from 0"),
-    (of_annotation("segmentation", runs([1.0, 1023])), "that are no whole numbers from 0"),
-    (of_annotation("segmentation", runs(None)), "that are no whole numbers from 0"),
-    (of_annotation("segmentation", runs("~")), "in a text that is not pycocotools'"),
-    (of_annotation("segmentation", runs("oooooooooooooooooo0")), "in a text that is not pycocotools'"),
-    (of_annotation("segmentation", runs("P")), "in a text that is cut off"),
-    (of_annotation("segmentation", runs("é")), "in a text that is not pycocotools'"),
-    (of_image("width", 1 << 40), "pixels, more than 67,108,864"),
+    (of_annotation("segmentation", None), "has the segmentation 'None'; it must be polygons or run lengths"),
+    (of_annotation("segmentation", "x" * 99), "it must be polygons or run lengths"),
+    (of_annotation("segmentation", [1, 2, 3]), "has a polygon that is not a list of pairs of numbers"),
+    (of_annotation("segmentation", [[1, 2, 3, 4, 5, 6, 7]]), "has a polygon that is not a list of pairs of"),
+    (of_annotation("segmentation", [[1, 2, 3, 4, 5, "6"]]), "has a polygon that is not a list of pairs of"),
+    (of_annotation("segmentation", [[1, 2, 3, 4, 5, True]]), "has a polygon that is not a list of pairs of"),
+    (of_annotation("segmentation", [[1, 2, 3, 4, 5, 10**400]]), "has a polygon that is not a list of pairs"),
+    (of_annotation("segmentation", [[1, 2, 3, 4, 5, 1e300]]), "has a polygon that is not a list of pairs"),
+    (of_annotation("segmentation", [[[1, 2], [3, 4], [5, 6]]]), "has a polygon that is not a list of pairs"),
+    (of_annotation("segmentation", [{"counts": [1], "size": [1, 1]}]), "has a polygon that is not a list"),
+    (of_annotation("segmentation", runs([1024], (SIDE, 9))), "has run lengths (RLE) of the size [32, 9]"),
+    (of_annotation("segmentation", {"counts": [1024]}), "has run lengths (RLE) of the size None, but"),
+    (of_annotation("segmentation", runs([1, 2])), "whose sum is not the number of pixels, 1,024"),
+    (of_annotation("segmentation", runs([1025])), "whose sum is not the number of pixels,"),
+    (of_annotation("segmentation", runs([])), "whose sum is not the number of pixels,"),
+    (of_annotation("segmentation", runs([1025, -1])), "that are not whole numbers from 0 to"),
+    (of_annotation("segmentation", runs([MAX_PIXELS + 1])), "that are not whole numbers from 0 to"),
+    (of_annotation("segmentation", runs([1.0, 1023])), "that are not whole numbers from 0 to"),
+    (of_annotation("segmentation", runs(None)), "that are not whole numbers from 0 to"),
+    (of_annotation("segmentation", runs("~")), "that pycocotools cannot have written"),
+    (of_annotation("segmentation", runs("oooooooooooooooooo0")), "that pycocotools cannot have written"),
+    (of_annotation("segmentation", runs("P")), "compressed run lengths (RLE) that are cut off"),
+    (of_annotation("segmentation", runs("é")), "that pycocotools cannot have written"),
+    (of_image("width", 1 << 40), "pixels; at most 67,108,864 are allowed"),
     *(
-        (lambda content, name=name: content["categories"][0].update(name=name), f" is called {name}, and")
+        (lambda content, name=name: content["categories"][0].update(name=name), f" is named {name}, but")
         for name in ("background", "Background", "_background_")
     ),
-    (of_annotation("category_id", 2), "annotation 3 has the category 2, which the file does not name"),
+    (of_annotation("category_id", 2), "annotation 3 has the category 2, which is not in the list categories"),
 ]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_damaged_json_ends_in_a_valueerror_or_in_masks() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--annotation=mask --bad_boxes=fail", "--bad_boxes is for --annotation boxes: leave it out"),
+        ("--annotation=mask --bad_boxes=fail", "--bad_boxes can be used only with --annotation boxes"),
         ("--annotation=outlines", "invalid choice: 'outlines'"),
         ("--first_pixel=0", "unrecognized arguments: --first_pixel=0"),
     ],
@@ -265,4 +265,4 @@ def test_objects_without_an_outline_are_counted_and_refused_where_all_are(
     coco_folder(folder, content)
     (folder / "instances_val.json").unlink()
     assert make(COCO_2017, tmp_path / "g.hdf5", *words) == 2
-    assert "no object has an outline (segmentation): give --annotation boxes" in capsys.readouterr().err
+    assert "no object has a segmentation, so masks cannot be made: give" in capsys.readouterr().err

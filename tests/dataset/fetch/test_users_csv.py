@@ -36,9 +36,9 @@ def test_names_that_are_ids_of_other_images_are_refused(
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
     said = capsys.readouterr().err
     assert (
-        "users.csv may list images by their files' names or by the annotations' ids: 1 is the file 1" in said
-    )
-    assert "or 2; rename the files" in said
+        "users.csv: it is not clear whether images are listed by file name or by the annotations'"
+    ) in said
+    assert "as well as the id of 2: rename the files" in said
     coco_folder(folder, numbered({}))
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2, "there are no images"
     assert "may list" not in capsys.readouterr().err, "a file's name is its id"
@@ -52,7 +52,7 @@ def test_rows_by_file_name_beside_rows_by_id_are_refused(
     names = "1", "7"
     write_files(folder, {"users.csv": f"image_id,user_id\n{rows.format(*names)}".encode()})
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
-    said = "users.csv lists some images by file name and some by id, such as 1 and 10"
+    said = "users.csv lists some images by file name (1) and some by id (10"
     assert said in capsys.readouterr().err
 
 
@@ -83,10 +83,10 @@ def test_images_of_nobody_are_counted_beside_the_users(
     assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 0
     said = capsys.readouterr().err
     assert "; 2 users by the column user_id of " in said, "a, who is val-a in val, and b"
-    assert "; 5 images of nobody belong to no-author and val-no-author\n" in said
+    assert "; 5 images without a user belong to no-author and val-no-author\n" in said
     assert list(owned(tmp_path / "f.hdf5").values()).count("no-author") == 3
     with DataFile(tmp_path / "f.hdf5") as file:
-        assert "5 images of nobody" in file.provenance["users"]
+        assert "5 images without a user" in file.provenance["users"]
 
 
 def test_linked_folders_are_read_and_one_around_its_link_once(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_linked_folders_are_read_and_one_around_its_link_once(tmp_path: Path) ->
 
 def test_two_files_of_one_name_may_be_two_photos(tmp_path: Path) -> None:
     write_files(tmp_path, {"train/x.jpg": b"1", "val/x.jpg": b"2"})
-    with pytest.raises(ValueError, match=r"two files have the name of image x, .* else give them diff"):
+    with pytest.raises(ValueError, match=r"two files are named like image x, .*: if they are the same"):
         image_files(tmp_path, {"x"})
     (tmp_path / "val" / "x.jpg").unlink()
     (tmp_path / "val" / "link").symlink_to(tmp_path / "train")
@@ -115,5 +115,5 @@ def test_a_quoted_header_is_a_header(tmp_path: Path) -> None:
     write_files(tmp_path, {"federated_train.csv": quoted.encode(), "test.csv": b"image_id,class\nq,1\n"})
     assert read_lists(tmp_path).partition_names == ["users"]
     write_files(tmp_path, {"federated_train.csv": b'"user_id,' + b"image_id,class\n" * 10_000})
-    with pytest.raises(ValueError, match=r"federated_train.csv is no CSV \(field larger than"):
+    with pytest.raises(ValueError, match=r"federated_train.csv is not valid CSV \(field larger than"):
         read_lists(tmp_path)

@@ -124,7 +124,7 @@ def test_photos_that_exif_turns_are_labelled_upright(
         image.resize((2 * SIDE, SIDE)).save(path, exif=exif)
     words = [f"--source={folder}", "--val_as=test"]
     assert make(FOLDER, tmp_path / "f.hdf5", *words) == 2
-    assert "1 photos are turned by their EXIF orientation, images/train/000007.jpg" in capsys.readouterr().err
+    assert "1 photos are rotated by their EXIF orientation, for example" in capsys.readouterr().err
     assert make(FOLDER, tmp_path / "f.hdf5", *words, "--upright") == 0
     with DataFile(tmp_path / "f.hdf5") as file:
         train = file.split("train")
@@ -157,35 +157,35 @@ FAULTS: dict[str, tuple[dict[str, bytes | None], str]] = {
     "no names": ({"data.yaml": b"nc: 3\n"}, "data.yaml needs names: a list of different texts"),
     "names that are no text": ({"data.yaml": b"names: [yes, b, c]\n"}, "data.yaml needs names: a list"),
     "two equal names": ({"data.yaml": b"names: [a, a, b]\n"}, "needs names: a list of different texts"),
-    "a gap": ({"data.yaml": b"names: {0: a, 2: b}\n"}, "or texts by number from 0 on without a gap"),
-    "another number": ({"data.yaml": b"nc: 9\nnames: [a, b]\n"}, "and nc says another"),
+    "a gap": ({"data.yaml": b"names: {0: a, 2: b}\n"}, "or a mapping from the numbers 0, 1, 2, ... to texts"),
+    "another number": ({"data.yaml": b"nc: 9\nnames: [a, b]\n"}, "but nc is another"),
     "no YAML": ({"data.yaml": b"names: [a\n"}, "data.yaml cannot be read (while parsing"),
     "no text": ({"data.yaml": b"\xff\xfe\xff"}, "data.yaml cannot be read ("),
     "code": ({"data.yaml": b"names: !!python/object/apply:os.system ['true']\n"}, "data.yaml cannot be read"),
-    "too few words": ({LABEL: b"0 0.5 0.5 1\n"}, f"{LABEL} line 1 has '0 0.5 0.5 1'; it needs a class's"),
+    "too few words": ({LABEL: b"0 0.5 0.5 1\n"}, f"{LABEL} line 1 has '0 0.5 0.5 1'; it needs a class"),
     "a prediction": ({LABEL: b"\n0 .5 .5 1 1 .9\n"}, f"{LABEL} line 2 has '0 .5 .5 1 1 .9'; it needs"),
-    "two points": ({LABEL: b"0 .1 .1 .5 .5 .9 .9 .2\n"}, "or three or more pairs x y"),
+    "two points": ({LABEL: b"0 .1 .1 .5 .5 .9 .9 .2\n"}, "or a class number and three or more pairs x y"),
     "a name": ({LABEL: b"dog .5 .5 1 1\n"}, f"{LABEL} line 1 has 'dog .5 .5 1 1'"),
     "no number": ({LABEL: b"0 .5 .5 1 a\n"}, f"{LABEL} line 1 has '0 .5 .5 1 a'"),
     "nan": ({LABEL: b"0 nan .5 1 1\n"}, f"{LABEL} line 1 has '0 nan .5 1 1'"),
-    "infinite": ({LABEL: b"0 1e999 .5 1 1\n"}, "line 1 has numbers that are no shares of an image"),
+    "infinite": ({LABEL: b"0 1e999 .5 1 1\n"}, "line 1 has numbers that are too large: coordinates are"),
     "underscore": ({LABEL: b"0 1_0 .5 1 1\n"}, f"{LABEL} line 1 has '0 1_0 .5 1 1'"),
-    "pixels": ({LABEL: b"0 16 16 8 8\n"}, f"{LABEL} line 1: its box (384, 384, 640, 640) is empty"),
-    "empty box": ({LABEL: b"0 .5 .5 0 1\n"}, "is empty or not within the image of 32 x 32 pixels"),
-    "class": ({LABEL: b"3 .5 .5 1 1\n"}, f"{LABEL} line 1 has the category 3, which the file does not name"),
+    "pixels": ({LABEL: b"0 16 16 8 8\n"}, f"{LABEL} line 1: the box (384, 384, 640, 640) is empty"),
+    "empty box": ({LABEL: b"0 .5 .5 0 1\n"}, "is empty or reaches beyond the image of 32 x 32 pixels"),
+    "class": ({LABEL: b"3 .5 .5 1 1\n"}, f"{LABEL} line 1 has the category 3, which is not in the list"),
     "blank name": ({"data.yaml": None, "classes.txt": b"a\n\nb\n"}, "classes.txt needs names: a list of"),
-    "keypoints": ({"data.yaml": DATA + b"kpt_shape: [3, 2]\n"}, "has kpt_shape: keypoints are not read"),
-    "mixed": ({LABEL: b"0 .1 .1 .5 .1 .5 .5\n"}, "mixes boxes (labels/train/000001.txt line 1) and outlines"),
-    "another place": ({"texts/000002.txt": b""}, "texts/000002.txt among them: they stand beside the image"),
-    "large letters": ({"Labels/train/000002.txt": b""}, "Labels/train/000002.txt among them: they stand"),
+    "keypoints": ({"data.yaml": DATA + b"kpt_shape: [3, 2]\n"}, "has kpt_shape, but keypoints are not"),
+    "mixed": ({LABEL: b"0 .1 .1 .5 .1 .5 .5\n"}, "has lines with boxes (labels/train/000001.txt line 1)"),
+    "for example": ({"texts/000002.txt": b""}, "for example texts/000002.txt: the text file of an image"),
+    "large letters": ({"Labels/train/000002.txt": b""}, "for example Labels/train/000002.txt: the text file"),
     "no text file": ({"test/x.jpg": jpeg(3)}, "no image of test has a text file of objects"),
-    "another format": ({"images/train/x.BMP": b""}, "x.BMP cannot be taken; images are .jpg, .jpeg, .png"),
-    "no folder": ({"x.jpg": jpeg(3)}, "x.jpg cannot be taken; its folder is --source itself"),
+    "another format": ({"images/train/x.BMP": b""}, "x.BMP cannot be used; images must be .jpg, .jpeg, .png"),
+    "is not a folder": ({"x.jpg": jpeg(3)}, "x.jpg cannot be used; it is not in a folder below --source"),
     "bytes": ({LABEL: b"\xff\xfe"}, f"{LABEL} is not UTF-8 text"),
-    "lost": ({"labels/train/x.txt": b""}, "1 text files are of no image, or not where"),
-    "no split": ({"images/x.jpg": jpeg(3)}, "images/x.jpg: which split is it of? Name one folder above it"),
-    "two splits": ({"val/train/x.jpg": jpeg(3)}, "x.jpg: which split is it of? Name one folder above it"),
-    "one name": ({"images/val/000007.jpg": jpeg(3)}, "two files have the name of image 000007"),
+    "lost": ({"labels/train/x.txt": b""}, "1 text files belong to no image"),
+    "no split": ({"images/x.jpg": jpeg(3)}, "images/x.jpg belongs to no split, or to several: name exactly"),
+    "two splits": ({"val/train/x.jpg": jpeg(3)}, "x.jpg belongs to no split, or to several: name exactly"),
+    "one name": ({"images/val/000007.jpg": jpeg(3)}, "two files are named like image 000007"),
 }  # fmt: skip
 
 

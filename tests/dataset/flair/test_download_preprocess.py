@@ -227,7 +227,7 @@ def test_records_that_contradict_each_other_are_refused(
     rows = records(30)
     train = next(one for one in rows if one.partition == "train")
     cases = {
-        f"image {rows[3].image_id} of user {rows[3].user_id} comes a second time": [*rows, rows[3]],
+        f"image {rows[3].image_id} of user {rows[3].user_id} is there twice": [*rows, rows[3]],
         f"user {train.user_id} is in two splits": [*rows, Elsewhere(train.number + 110)],
         f"image {Elsewhere(0).image_id} of user user-00@N00 is in partition 'validation'": [
             *rows,
@@ -267,7 +267,7 @@ def test_an_output_that_exists_is_replaced_only_on_demand_and_only_when_the_new_
     folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
     output.write_text("precious")
     arguments = ["--source", str(folder), "--output_file", str(output)]
-    assert "give --overwrite" in refused(capsys, *arguments)
+    assert "already exists; add --overwrite" in refused(capsys, *arguments)
     shutil.rmtree(folder)
     write_parquet(folder, [broken(rows[0], "cut"), *rows[1:]])
     refused(capsys, *arguments, "--overwrite")
@@ -285,13 +285,13 @@ def test_a_disk_that_is_or_becomes_full_is_one_line(
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3000))
         line = refused(capsys, *arguments, "--storage", "raw")
         assert "0.00 GB for" in line
-        assert "free some or choose another disk" in line
+        assert "free some space or choose another disk" in line
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert "f.hdf5.partial: free some, and the same command goes on" in refused(capsys, *arguments)
+    assert "f.hdf5.partial: free some space, then run the same command again" in refused(capsys, *arguments)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["f.hdf5.partial"]
 
 
@@ -308,7 +308,7 @@ def test_a_really_full_disk_is_one_line(tmp_path: Path) -> None:
         pytest.skip("this machine allows no tmpfs")
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
-    assert "free some or choose another disk" in done.stderr
+    assert "free some space or choose another disk" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -321,7 +321,7 @@ def test_a_really_full_disk_is_one_line(tmp_path: Path) -> None:
         (["--output_file", "f", "--image_size", "0"], "--image_size must be at least 1"),
         (["--output_file", "f", "--sourec", "x"], "--sourec"),
         (["--output_file", "/"], "is a folder"),
-        (["--output_file", "f", "--source", "nowhere"], "neither hf, apple nor a folder"),
+        (["--output_file", "f", "--source", "nowhere"], "is not a folder: give hf, apple or a folder"),
         (["--output_file", "f", "--source", ".", "--label_mapping", "none.json"], "none.json"),
     ],
 )

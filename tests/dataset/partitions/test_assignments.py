@@ -40,20 +40,20 @@ def test_a_listing_is_read_with_ids_as_they_are() -> None:
         ("", "x.csv has no column 'image_id'; it needs image_id, class, user_id"),
         ("user_id,image,class\n1,2,3\n", "x.csv has no column 'image_id'"),
         ("image_id,class\n1,2\n", "x.csv has no column 'user_id'"),
-        ("user_id,image_id,class\n", "x.csv lists no image"),
-        ("class,user_id,image_id,class\n1,u,e,2\n", "x.csv has two columns 'class'; leave one out"),
+        ("user_id,image_id,class\n", "x.csv has no image"),
+        ("class,user_id,image_id,class\n1,u,e,2\n", "x.csv has two columns named 'class'; remove one"),
         (TEXT + "\n9,e\n", "x.csv, line 7 has 2 fields, not 3"),
         (TEXT + "9,e\n", "x.csv, line 6 has 2 fields, not 3"),
         (TEXT + "9,e,1,1\n", "x.csv, line 6 has 4 fields, not 3"),
-        (TEXT + "9,b,1\n", "x.csv, line 6 lists image b a second time (line 4)"),
+        (TEXT + "9,b,1\n", "x.csv, line 6 has image b a second time (line 4): remove one of the two"),
         (TEXT + ",e,1\n", "x.csv, line 6 has an empty id"),
         (TEXT + "9,,1\n", "x.csv, line 6 has an empty id"),
-        (TEXT + "9,e,-1\n", "x.csv, line 6 has the class '-1', which is no number from 0 on"),
+        (TEXT + "9,e,-1\n", "x.csv, line 6 has the class '-1', which is not a whole number of at least"),
         (TEXT + "9,e,one\n", "x.csv, line 6 has the class 'one'"),
         (TEXT + "9,e,²\n", "x.csv, line 6 has the class '²'"),
         (TEXT + f"9,e,{'9' * 5000}\n", "x.csv, line 6 has the class '99"),
-        (TEXT + '9,"e"x,1\n', "x.csv, line 6 is no CSV"),
-        (TEXT + '9,"e\n', "is no CSV (unexpected end of data)"),
+        (TEXT + '9,"e"x,1\n', "x.csv, line 6 is not valid CSV"),
+        (TEXT + '9,"e\n', "is not valid CSV (unexpected end of data)"),
     ],
 )
 def test_each_fault_is_named_with_its_line(text: str, said: str) -> None:
@@ -79,7 +79,7 @@ def test_users_without_images_and_nobodys_images_are_left_out() -> None:
     assert (geo.user_ids, geo.rows.tolist()) == (["4f", "5c"], [1, 2])
     users = partition_of(listing, "user-120k", {"a": 0, "b": 1})
     assert (users.user_ids, users.rows.tolist(), users.offsets.tolist()) == (["u"], [0, 1], [0, 2])
-    with pytest.raises(ValueError, match=r"none of the images of x\.csv is there"):
+    with pytest.raises(ValueError, match=r"none of the images in x\.csv is in the data set; check that the"):
         partition_of(listing, "geo-100", {"z": 0})
 
 
@@ -98,7 +98,7 @@ def test_a_class_that_is_not_the_images_is_found() -> None:
     check_classes(listing, row_of, np.array([3, 1, 0, 2]))
     with pytest.raises(ValueError, match=r"x\.csv says that image b has class 1, but its class is 2"):
         check_classes(listing, row_of, np.array([3, 2, 0, 2]))
-    with pytest.raises(ValueError, match="lists image d, which this data set does not have"):
+    with pytest.raises(ValueError, match="has image d, which this data set does not have"):
         check_classes(listing, {"a.jpg": 0, "b": 1, "c": 2}, np.array([3, 1, 0]))
 
 
@@ -117,11 +117,11 @@ def test_csvs_come_from_folders_and_archives_alike(tmp_path: Path, monkeypatch: 
         archive.writestr("__MACOSX/deep/a.csv", "\0")
     assert csv_texts(tmp_path / "in") == csv_texts(tmp_path / "f.zip") == {"a.csv": "é"}
     (tmp_path / "in" / "a.csv").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"holds a\.csv twice"):
+    with pytest.raises(ValueError, match=r"has two files named a\.csv"):
         csv_texts(tmp_path / "in")
     (tmp_path / "in" / "deep" / "a.csv").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"a\.csv is not UTF-8 text"):
         csv_texts(tmp_path / "in" / "deep")
     monkeypatch.setattr(assignments, "MAX_CSV_BYTES", 1)
-    with pytest.raises(ValueError, match=r"a\.csv has 2 bytes, more than 1"):
+    with pytest.raises(ValueError, match=r"a\.csv has 2 bytes; a list of images may have at most 1"):
         csv_texts(tmp_path / "f.zip")

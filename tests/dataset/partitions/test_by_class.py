@@ -144,14 +144,14 @@ def test_the_same_number_gives_each_generator_its_own_partition() -> None:
     "name, message",
     [
         ("lda-0-clients-5-seed-0", "the parameter of a Dirichlet distribution is 0; give a number above 0"),
-        ("lda-1-clients-41-seed-0", "41 clients of 10 images cannot be had of 400 images"),
-        ("lda-1e-05-clients-30-seed-0", "in 1000 tries no Dir"),
-        ("lda-legacy-1-clients-5-seed-4294967296", "takes one below 4294967296"),
-        ("classes-6-clients-5-seed-0", "6 classes of a client cannot be had of 5 classes"),
+        ("lda-1-clients-41-seed-0", "400 images are not enough for 41 clients with at least 10 images each"),
+        ("lda-1e-05-clients-30-seed-0", "in 1000 tries, Dir"),
+        ("lda-legacy-1-clients-5-seed-4294967296", "need a seed below 4294967296"),
+        ("classes-6-clients-5-seed-0", "clients cannot have 6 of 5 classes: use a number from 1 to 5"),
         ("classes-0-clients-5-seed-0", "classes is 0: give a whole number of at least 1"),
         ("classes-1.5-clients-5-seed-0", "classes is 1.5: give a whole number of at least 1"),
-        ("classes-5-clients-31-seed-0", "class 4 has 30 images for 31 clients: ask for fewer"),
-        ("iid-clients-401-seed-0", "401 clients cannot be had of 400 images"),
+        ("classes-5-clients-31-seed-0", "class 4 has 30 images, but 31 clients have this class: use fewer"),
+        ("iid-clients-401-seed-0", "400 images are not enough for 401 clients: use fewer clients"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_one_line(name: str, message: str) -> None:
@@ -182,18 +182,21 @@ def test_a_whole_name_says_all_and_is_written_in_one_way() -> None:
     for other in ("alpha-0.50", "lda-0.5-seed-0", "lda-clients-5-seed-0", "iid-2-clients-5-seed-0", "users"):
         assert read_name(other) is None
     for wrong in ("lda-0.50-clients-10-seed-42", "lda-0.5-clients-010-seed-42"):
-        with pytest.raises(ValueError, match=r"is called lda-0\.5-clients-10-seed-42: write it so"):
+        with pytest.raises(
+            ValueError,
+            match=r"write the partition lda-.* as lda-0\.5-clients-10-seed-42",
+        ):
             read_name(wrong)
     for wrong in ("lda-0.5-clients-0-seed-42", f"lda-0.5-clients-1-seed-{2**63}"):
         with pytest.raises(ValueError, match="at least 1 client, and a seed below"):
             read_name(wrong)
-    with pytest.raises(ValueError, match=r"its number is 1e300; give one from 0 to 1e\+100"):
+    with pytest.raises(ValueError, match=r"its number is 1e300; give a number from 0 to 1e\+100"):
         read_name("lda-1e300-clients-10-seed-0")
 
 
 def test_kinds_without_a_number_are_asked_for_by_their_name_alone() -> None:
     assert list(parse_kinds("partition", "iid, classes=2")) == [("iid", 0.0), ("classes", 2.0)]
-    with pytest.raises(ValueError, match=r"give any of classes=NUMBER, .*iid, lda=NUMBER"):
+    with pytest.raises(ValueError, match=r"give one or more of classes=NUMBER, .*iid, lda=NUMBER"):
         list(parse_kinds("partition", "iid=3"))
     assert {"iid", "lda", "lda-legacy", "classes", "classes-legacy"} <= set(drawers())
 

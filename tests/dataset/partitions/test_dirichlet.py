@@ -177,8 +177,8 @@ def test_rounding_keeps_the_sum_and_favours_the_largest_remainders() -> None:
         (-0.1, 10, 10, "alpha is -0.1; give a number from 0 to 1e.100"),
         (float("nan"), 10, 10, "alpha is nan"),
         (float("inf"), 10, 10, "alpha is inf"),
-        (1.0, 101, 500, "101 clients of 500 images cannot be had of 50,000 images"),
-        (1.0, 0, 500, "0 clients of 500"),
+        (1.0, 101, 500, "50,000 images are not enough for 101 clients with 500 images each"),
+        (1.0, 0, 500, "images are not enough for 0 clients with 500"),
     ],
 )
 def test_what_cannot_be_dealt_is_said(alpha: float, clients: int, images: int, said: str) -> None:

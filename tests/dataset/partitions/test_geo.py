@@ -54,9 +54,9 @@ def test_places_are_on_the_earth_up_to_its_poles_and_its_date_line(tmp_path: Pat
     assert list(listed(*places).values()) == places
     assert len(leaf_ids(*zip(*places))) == 2
     for place in beyond:
-        with pytest.raises(ValueError, match="there is no place at latitude"):
+        with pytest.raises(ValueError, match="is not a place on the earth"):
             listed(place)
-        with pytest.raises(ValueError, match="there is no place at latitude"):
+        with pytest.raises(ValueError, match="is not a place on the earth"):
             leaf_ids(*([each] for each in place))
 
 
@@ -106,9 +106,9 @@ def test_what_is_no_place_is_said(tmp_path: Path) -> None:
     assert len(leaf_ids([90.0, -90.0], [180.0, -180.0])) == 2
     beyond = [(90.01, 0.0), (-90.01, 0.0), (0.0, 180.01), (0.0, -180.01)]
     for latitude, longitude in beyond:
-        with pytest.raises(ValueError, match=f"no place at latitude {latitude}, longitude {longitude}"):
+        with pytest.raises(ValueError, match=f"latitude {latitude}, longitude {longitude} is not a place"):
             leaf_ids([latitude], [longitude])
-    with pytest.raises(ValueError, match="give at least 1"):
+    with pytest.raises(ValueError, match="give a number of at least 1"):
         geo_partition(np.zeros(0, np.uint64), 0)
     path = tmp_path / "c.csv"
     for text, said in [
@@ -118,10 +118,10 @@ def test_what_is_no_place_is_said(tmp_path: Path) -> None:
         ("image_id,latitude,longitude\na,1,\n", "line 2 has no latitude and longitude"),
         (
             "image_id,latitude,longitude\na,1,nan\n",
-            "line 2: there is no place at latitude 1.0, longitude nan",
+            "line 2: latitude 1.0, longitude nan is not a place on the earth",
         ),
-        ("image_id,latitude,longitude\na,1,2\na,1,2\n", "line 3 lists image a a second time"),
-        ('image_id,latitude,longitude\n"a\n', "is no CSV"),
+        ("image_id,latitude,longitude\na,1,2\na,1,2\n", "line 3 has image a a second time"),
+        ('image_id,latitude,longitude\n"a\n', "is not valid CSV"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=re.escape(said)):

@@ -63,8 +63,8 @@ def test_images_of_no_client_are_counted(path: Path, csv: Path, capsys: pytest.C
     """Those that a CSV does not list, and those that equal shards leave over."""
     assert run(main, [str(path), f"--csv={csv}", "--partition=shards=2,iid", "--clients=3"]) == 0
     said = capsys.readouterr().out
-    assert "train dealt by cities: 4 of 7 images belong to no client" in said
-    assert "train dealt by shards-2-clients-3-seed-0: 1 of 7 images belong to no client" in said
+    assert "train by cities: 4 of 7 images belong to no client" in said
+    assert "train by shards-2-clients-3-seed-0: 1 of 7 images belong to no client" in said
     assert "iid-clients-3-seed-0: " not in said
 
 
@@ -122,12 +122,12 @@ def test_a_partition_is_of_images_whoever_took_them(path: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--output_file=x.hdf5"], "--output_file is for new partitions: give --partition or --csv"),
-        (["--clients=3"], "--clients is for a --partition without its own"),
+        (["--output_file=x.hdf5"], "--output_file is for a file with new partitions: add --partition or"),
+        (["--clients=3"], "--clients applies only to a --partition that does not have the value in"),
         (["--partition=iid", "--clients=0"], "--clients is 0; give at least 1"),
         (["--partition=iid", "--seed=-1"], "--seed is -1; give a number from 0 to"),
-        (["--partition=iid", "--clients=8"], "8 clients cannot be had of 7 images"),
-        (["--partition=round=3"], "give any of classes=NUMBER"),
+        (["--partition=iid", "--clients=8"], "7 images are not enough for 8 clients: use fewer clients"),
+        (["--partition=round=3"], "give one or more of classes=NUMBER"),
         (["--csv=none.csv"], "--csv none.csv cannot be read"),
         (
             ["--partition=iid", "--clients=2", "--output_file={folder}"],
@@ -147,11 +147,11 @@ def test_mistakes_end_in_one_line(
     "text, message",
     [
         ("image_id\nx\n", "has no column 'user_id'"),
-        ("image_id,user_id\nnowhere,a\n", "line 2: {path} has no training image 'nowhere'"),
-        ("image_id,user_id\n{id},\n", "line 2 has an empty user_id; write NA for nobody"),
+        ("image_id,user_id\nnowhere,a\n", "line 2: 'nowhere' is not a training image of {path}"),
+        ("image_id,user_id\n{id},\n", "line 2 has an empty user_id; write NA if the image has no user"),
         ("image_id,user_id\n{id},a\n{id},b\n", "a second time (line 2)"),
         ("image_id,user_id\n{id},a \n", "line 2 has white space around the user_id 'a '"),
-        ("image_id,user_id\n{id},NA\n", "gives nobody an image"),
+        ("image_id,user_id\n{id},NA\n", "gives no image to any user"),
         ("\xff", "is not UTF-8 text"),
     ],
 )
@@ -173,4 +173,4 @@ def test_a_name_that_no_partition_can_have_is_refused(
 ) -> None:
     odd = csv.rename(tmp_path / "my cities.csv")
     assert run(main, [str(path), f"--csv={odd}", f"--output_file={tmp_path / 'g.hdf5'}"]) == 2
-    assert "a partition cannot be called 'my cities'" in capsys.readouterr().err
+    assert "a partition cannot be named 'my cities':" in capsys.readouterr().err

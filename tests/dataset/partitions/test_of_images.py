@@ -147,14 +147,14 @@ def test_windows_are_neighbours_of_one_user_and_as_equal_as_that_allows(
 @pytest.mark.parametrize("clients", [1, 5])
 def test_windows_that_cannot_be_had_are_refused(clients: int) -> None:
     with pytest.raises(
-        ValueError, match=f"{clients} windows, each of one user, cannot be had of 4 images of 2"
+        ValueError, match=f"{clients} clients cannot have one window of images each: use at least 2"
     ):
         cut(["a", "a", "b", "b"], ["1", "2", "3", "4"], clients)
 
 
 @pytest.mark.parametrize("kind", ["windows", "most-frequent"])
 def test_what_needs_a_file_says_so(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"{kind} is of a file's images: make the file"):
+    with pytest.raises(ValueError, match=f"{kind} needs the images of a file: make the file first"):
         recipe(f"{kind}-clients-2-seed-0").draw(np.zeros(9, np.int64))
 
 
@@ -249,7 +249,7 @@ def test_the_command_takes_the_files_own_annotation(
     for k, name in enumerate(CLASSES[1:]):
         assert f"  {name}: {counts[k]}\n" in said
     assert run(main, [*words[:3], "--taxonomy=labels"]) == 2
-    assert "'labels' is not an annotation of" in capsys.readouterr().err
+    assert "has no annotation 'labels'; it has" in capsys.readouterr().err
 
 
 def test_the_command_says_what_an_images_class_is_and_where_nearly_all_have_one(
@@ -265,17 +265,17 @@ def test_the_command_says_what_an_images_class_is_and_where_nearly_all_have_one(
         said = capsys.readouterr()
         assert LOWEST in said.out
         (line,) = [line for line in said.err.splitlines() if line.startswith("WARNING: ")]
-        assert f"95 % of the training images count as {CLASSES[1]}, since {LOWEST}. A partition" in line
+        assert f"95 % of the training images count as {CLASSES[1]}, because {LOWEST}. With" in line
 
 
 def test_training_on_classes_refuses_masks_and_boxes(file: DataFile) -> None:
     assert default_taxonomy(file) == "mask"
     for view, words in ((SingleLabelView, "masks"), (LabelSetView, "masks")):
         with pytest.raises(
-            ValueError, match=re.escape(f"mask of {file.path} holds {words}; this needs a class")
+            ValueError, match=re.escape(f"mask of {file.path} has {words}, but this task needs a class")
         ):
             view(file, taxonomy="mask").split("train")
-    with pytest.raises(ValueError, match="holds boxes; this needs a class"):
+    with pytest.raises(ValueError, match="has boxes, but this task needs a class or a set of labels for"):
         SingleLabelView(file, taxonomy="objects").split("train")
     counts = SingleLabelView(file, taxonomy="mask", lowest=True).split("train").label_counts()
     assert counts.tolist() == [0, 16, 16, 8]

@@ -46,9 +46,9 @@ def test_distances_of_the_benchmarks_clients() -> None:
     "name, message",
     [
         ("pfl-dirichlet-0-clients-4-seed-0", "is 0; give a number above 0"),
-        ("pfl-dirichlet-1e-320-clients-4-seed-0", "beyond float64"),
-        ("pfl-dirichlet-1-clients-900-seed-0", "900 clients of 0 images cannot be had of 400 images"),
-        (f"pfl-dirichlet-1-clients-4-seed-{2**32}", "numpy's legacy generator takes one below"),
+        ("pfl-dirichlet-1e-320-clients-4-seed-0", "is too small for float64: give a larger number"),
+        ("pfl-dirichlet-1-clients-900-seed-0", "400 images are not enough for 900 clients with 0 images"),
+        (f"pfl-dirichlet-1-clients-4-seed-{2**32}", "partitions that end in -legacy need a seed below"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(name: str, message: str) -> None:

@@ -88,17 +88,17 @@ def test_a_smaller_parameter_has_sizes_differ_more() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("shards-2-clients-201-seed-0", "402 shards cannot be had of 400 images"),
+        ("shards-2-clients-201-seed-0", "400 images are not enough for 402 shards: use fewer clients or"),
         ("shards-1.5-clients-2-seed-0", "shards is 1.5: give a whole number of at least 1"),
         ("quantity-dirichlet-0-clients-2-seed-0", "the parameter of a Dirichlet distribution is 0"),
-        ("quantity-dirichlet-1-clients-41-seed-0", "41 clients of 10 images cannot be had of 400 images"),
+        ("quantity-dirichlet-1-clients-41-seed-0", "400 images are not enough for 41 clients with at least"),
         (
             "quantity-dirichlet-0.0001-clients-30-seed-0",
-            "in 1000 tries no Dir(0.0001) gave each of 30 clients",
+            "in 1000 tries, Dir(0.0001) never gave each of 30 clients",
         ),
-        ("quantity-linear-clients-40-seed-0", "client 0 of 40 would have no image of the 400"),
-        ("quantity-exponential-1-clients-10-seed-0", "client 0 of 10 would have no image of the 400"),
-        ("quantity-exponential-1e+100-clients-3-seed-0", "client 0 of 3 would have no image of the 400"),
+        ("quantity-linear-clients-40-seed-0", "client 0 of 40 would get none of the 400 images: use fewer"),
+        ("quantity-exponential-1-clients-10-seed-0", "client 0 of 10 would get none of the 400 images: use"),
+        ("quantity-exponential-1e+100-clients-3-seed-0", "client 0 of 3 would get none of the 400 images"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_one_line(name: str, message: str) -> None:
@@ -116,5 +116,5 @@ def test_the_largest_number_is_read_and_a_larger_one_is_not() -> None:
     recipe = read_name(f"lda-{largest}-clients-2-seed-0")
     assert recipe is not None
     assert recipe.number == MAX_NUMBER
-    with pytest.raises(ValueError, match=r"give numbers up to 1e\+100"):
+    with pytest.raises(ValueError, match=r"give numbers of at most 1e\+100"):
         list(parse_kinds("partition", "shards=1.1e100"))

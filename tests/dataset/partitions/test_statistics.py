@@ -91,7 +91,7 @@ def test_the_command_prints_a_line_for_each_and_writes_json_and_figures(
     content = json.loads((out / "statistics.json").read_text())
     assert [one["name"] for one in content] == ["crossed", "geo-100", "users", "users"]
     assert f"{content[1]['emd']:.3f}" in lines[2]
-    assert lines[5:] == [*MEANING.splitlines(), "train dealt by geo-100: 2 of 7 images belong to no client"]
+    assert lines[5:] == [*MEANING.splitlines(), "train by geo-100: 2 of 7 images belong to no client"]
     assert max(map(len, MEANING.splitlines())) <= 110
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -133,7 +133,7 @@ def test_images_of_several_labels_are_left_out_aloud(
     for split in ("train", "val", "test"):
         here = [one for one in rows if one.partition == split]
         several = [one for one in here if len(one.labels) > 1]
-        start = f"{split} dealt by users: {len(several)} of {len(here)} images are left out, as they have no"
+        start = f"{split} by users: {len(several)} of {len(here)} images are left out, because they have no"
         users = {one.user_id for one in here}
         assert any(line.startswith(start) for line in lines) == (len(users) > 1)
 
@@ -152,7 +152,7 @@ def test_a_file_with_nothing_to_compare_says_so(tmp_path: Path, capsys: pytest.C
         )
     path = write(tmp_path / "f.hdf5", "raw", splits=alone)
     assert run(main, [str(path)]) == 2
-    assert "has no partition, and one user in each split" in capsys.readouterr().err
+    assert "has no partition and one user in each split, so there is nothing to" in capsys.readouterr().err
     assert run(main, [str(tmp_path / "no.hdf5")]) == 2
 
 

@@ -277,7 +277,7 @@ def test_background_is_no_object_however_it_is_spelt(
 def test_an_id_with_a_character_0_is_refused(folder: Path, character: str) -> None:
     """At the end of an id it would be lost: the users "a" and "a\\0" would be one."""
     records = [{**record, "user_id": record["user_id"] + character} for record in rows()]
-    with pytest.raises(ValueError, match="an id holds the character 0"):
+    with pytest.raises(ValueError, match="an id has the character with the code 0: check that this column"):
         make(folder, records)
 
 
@@ -296,7 +296,7 @@ def test_a_class_that_the_vocabulary_lacks_is_named(folder: Path) -> None:
         ("annotations/objects/classes", 9, "a label index of objects is out of range"),
         ("annotations/objects/indptr", 3, "does not rise from 0"),
         ("annotations/mask/offsets", 1, "do not rise from 0"),
-        ("annotations/mask/png", 0, "does not agree with its checksum"),
+        ("annotations/mask/png", 0, "does not match its checksum"),
         ("image_sizes", 0, "does not give each image a height and a width"),
         ("image_sizes", 1, "a box reaches beyond its image"),
     ],

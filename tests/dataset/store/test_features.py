@@ -114,7 +114,7 @@ def test_numbers_beyond_half_precision_are_refused_and_its_largest_is_not(tmp_pa
         return filled
 
     assert np.array_equal(reaching(65504.0).read("test", np.array([3])), np.full((1, WIDTH), sign * 65504.0))
-    message = r"numbers of up to 65505, and model\.feature_format float16 ends at 65504: set it to fl"
+    message = r"the frozen layers compute numbers of up to 65505, but model\.feature_format float16 has a"
     with pytest.raises(ValueError, match=message):
         reaching(65505.0)  # which rounds to 65504
 
@@ -133,7 +133,7 @@ def test_a_full_disk_is_named_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "free", lambda folder: 10)
-    with pytest.raises(ValueError, match=r"where 1e-08 are free: make room, or set runtime.cache_features"):
+    with pytest.raises(ValueError, match=r"but only 1e-08 GB are free: free some space, or set"):
         cache(tmp_path).fill([("test", 0)], made)
 
 
@@ -143,7 +143,7 @@ def test_space_is_asked_for_what_is_missing_alone(tmp_path: Path, monkeypatch: p
     missing = begun.missing(ALL)
     need = (5 + 7) * WIDTH * 4  # the rows of the last blocks, as float32
     monkeypatch.setattr(features, "free", lambda folder: need - 1)
-    with pytest.raises(ValueError, match="make room"):
+    with pytest.raises(ValueError, match="free some space"):
         begun.fill(missing, made)
     monkeypatch.setattr(features, "free", lambda folder: need)
     begun.fill(missing, made)

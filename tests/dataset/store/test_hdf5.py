@@ -195,13 +195,13 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
     for name in ("pwrite", "posix_fallocate"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, full)
-            with pytest.raises(OSError, match=f"no space left on the disk while {path}"):
+            with pytest.raises(OSError, match=f"the disk is full, so {path} could not be"):
                 write(path, storage)
         assert not list(tmp_path.iterdir())
     closed: list[int] = []
     monkeypatch.setattr(os, "close", closed.append)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match=r"no space left on the disk of .* GB are missing"):
+    with pytest.raises(OSError, match=r"not enough space on the disk of .* GB more are needed"):
         write(path, storage)
     assert not closed, "no file was opened"
     assert not list(tmp_path.iterdir())
@@ -220,7 +220,7 @@ def test_what_dead_processes_left_is_deleted_and_nothing_of_others(tmp_path: Pat
 @pytest.mark.parametrize(
     "said, shown",
     [
-        ("Unable to open file (Permission denied)", r"may not be read \(permission denied\)"),
+        ("Unable to open file (Permission denied)", r"cannot be read: you do not have the permission"),
         ("file signature not found", "is not an HDF5 file"),
         ("truncated file: eof = 96", r"is truncated \(it was not copied whole\); make it again"),
         ("bad object header", "is damaged: bad object header; make it again"),
@@ -298,7 +298,7 @@ def test_unknown_splits_and_taxonomies_are_named(tmp_path: Path) -> None:
     with DataFile(write(tmp_path / "f.hdf5", "raw")) as file:
         with pytest.raises(ValueError, match="no split 'test'; it has train, val"):
             file.split("test")
-        with pytest.raises(ValueError, match="'fine' is not an annotation"):
+        with pytest.raises(ValueError, match="has no annotation 'fine'; it has"):
             file.label_mapping("fine")
 
 

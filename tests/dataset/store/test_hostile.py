@@ -160,14 +160,14 @@ def group_for_data(file: h5py.File, secret: Path) -> None:
 @pytest.mark.parametrize(
     "harm, message",
     [
-        (elsewhere, "keeps its data in other files"),
-        (linked, "lies in another file"),
-        (linked_by_two, "lies in another file"),
-        (virtual, "keeps its data in other files"),
-        (enormous, "declares 2,199,023,255,552 bytes and holds 0"),
+        (elsewhere, "has its data in other files"),
+        (linked, "is in another file"),
+        (linked_by_two, "is in another file"),
+        (virtual, "has its data in other files"),
+        (enormous, "declares 2,199,023,255,552 bytes but has 0"),
         (endless_offsets, "user_offsets"),
         (far_images, "image_offsets"),
-        (group_for_data, "holds no data"),
+        (group_for_data, "has no data"),
     ],
 )
 def test_an_hdf5_file_reads_nothing_but_itself_and_takes_no_more_than_it_holds(
@@ -196,7 +196,7 @@ def test_a_predecessors_file_reads_nothing_but_itself(
         name = "/".join(["train", first, "image_ids" if grouped else "image"][:depth])
         del file[name]
         file[name] = h5py.ExternalLink(str(tmp_path / "other.hdf5"), name)
-    assert "lies in another file" in refused(describe, capsys, str(path))
+    assert "is in another file" in refused(describe, capsys, str(path))
 
 
 def test_a_group_where_a_column_should_be_is_damage(
@@ -303,14 +303,14 @@ def test_a_label_mapping_nested_without_end_is_refused(
 ) -> None:
     (tmp_path / "m.json").write_text("[" * 100_000)
     argv = [*preprocess(tmp_path), "--label_mapping", str(tmp_path / "m.json")]
-    assert "m.json is not JSON" in refused(download_preprocess.main, capsys, *argv)
+    assert "m.json is not valid JSON" in refused(download_preprocess.main, capsys, *argv)
 
 
 def test_too_little_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def hungry(_: object) -> None:
         np.empty(2**60, np.uint8)
 
-    assert "too little memory" in refused(hungry, capsys)
+    assert "not enough memory" in refused(hungry, capsys)
 
 
 def test_the_file_on_which_hdf5_never_ended_is_refused(

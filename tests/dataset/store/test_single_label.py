@@ -95,13 +95,13 @@ def test_a_partition_is_of_the_training_images_only(file: DataFile) -> None:
 
 
 def test_what_a_file_cannot_give_is_said_in_one_line(file: DataFile, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no partition 'geo-30k'; there are crossed, geo-100"):
+    with pytest.raises(ValueError, match=r"has no partition 'geo-30k'; it has crossed, geo-100"):
         SingleLabelView(file, "geo-30k")
     plain = DataFile(write(tmp_path / "plain.hdf5", "raw"))
     assert SingleLabelView(plain).partition_names == ()
-    with pytest.raises(ValueError, match=r"no partition 'crossed'; there are none, only users of its own"):
+    with pytest.raises(ValueError, match=r"has no partition 'crossed'; it has none, only its own users"):
         SingleLabelView(plain, "crossed")
-    with pytest.raises(ValueError, match="'colours' is not an annotation"):
+    with pytest.raises(ValueError, match="has no annotation 'colours'; it has"):
         SingleLabelView(plain, taxonomy="colours")
     with pytest.raises(ValueError, match="no images in the split 'test'"):
         SingleLabelView(plain).split("test")
@@ -198,10 +198,10 @@ def test_users_of_few_images_give_their_share_on_average() -> None:
 
 
 def test_a_val_that_cannot_be_carved_is_refused(file: DataFile, without_val: DataFile) -> None:
-    with pytest.raises(ValueError, match=r"has a split 'val' of its own: set val_share to 0"):
+    with pytest.raises(ValueError, match=r"already has a split 'val': set val_share to 0 to use it"):
         SingleLabelView(file, val_share=0.1)
     for share in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"val_share is .*; give a number from 0 to below 1"):
+        with pytest.raises(ValueError, match=r"val_share is .*; give a number of at least 0 and below 1"):
             SingleLabelView(without_val, val_share=share)
     with pytest.raises(ValueError, match="no images in the split 'val'"):
         SingleLabelView(without_val).split("val")

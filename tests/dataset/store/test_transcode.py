@@ -145,8 +145,8 @@ def test_sixteen_bits_become_eight_over_the_whole_range() -> None:
         (gif(draw(7))[:40], "it cannot be decoded"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "it cannot be decoded"),
         (saved(Image.new("1", (9000, 9000)), "PNG"), "it declares 9000 x 9000 pixels in"),
-        (b"<html>", "it is none of JPEG, PNG, WebP, GIF, BMP and TIFF"),
-        (saved(Image.new("F", (4, 4)), "TIFF"), "its numbers have 32 bits"),
+        (b"<html>", "it is not a JPEG, PNG, WebP, GIF, BMP or TIFF image"),
+        (saved(Image.new("F", (4, 4)), "TIFF"), "its pixels have 32 bits and an unknown range: save it"),
         (b"", "it is empty"),
     ],
 )
@@ -156,7 +156,7 @@ def test_what_cannot_be_decoded_is_a_clause(data: bytes, said: str) -> None:
 
 
 def test_an_image_wider_than_a_jpeg_can_be_is_a_clause() -> None:
-    with pytest.raises(ValueError, match="it cannot be made a JPEG"):
+    with pytest.raises(ValueError, match="it cannot be converted to JPEG"):
         to_jpeg(saved(Image.new("1", (65_536, 1)), "PNG"), Transcoding())
 
 

@@ -133,7 +133,7 @@ def test_a_flipped_bit_in_an_image_is_reported_with_its_user_and_image(
     whole[last] ^= 4
     path.write_bytes(whole)
     line = rejected(path, capsys)
-    assert "image 6 of user c (train, row 6): it does not agree with its checksum" in line
+    assert "image 6 of user c (train, row 6): it does not match its checksum" in line
 
 
 def test_each_image_of_a_split_larger_than_a_threads_block_is_checked(tmp_path: Path) -> None:
@@ -325,8 +325,8 @@ def no_utf8(file: h5py.File) -> None:
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (something_else, "notes is no group"),
-        (no_utf8, r"split train: a user has the id b'\xff', which is no UTF-8"),
+        (something_else, "notes is not an HDF5 group"),
+        (no_utf8, r"split train: a user has the id b'\xff', which is not UTF-8"),
         (offsets_fall, "split train: user_offsets do not rise"),
         (image_offsets_fall, "train/image_offsets do not rise"),
         (label_out_of_range, r"split val: a label index of labels is out of range (0..1)"),
@@ -335,10 +335,10 @@ def no_utf8(file: h5py.File) -> None:
         (missing, "val/image_ids"),
         (missing_images, "train/images"),
         (other_type, "train/labels_indptr has type int32"),
-        (stale_checksum, "train/user_ids does not agree with its checksum"),
+        (stale_checksum, "train/user_ids does not match its checksum"),
         (mapping_out_of_order, "the mapping of labels is not numbered from 0 in its order"),
-        (other_content, "its content checksum does not agree"),
-        (newer, "schema version 5, newer than 4"),
+        (other_content, "its content does not match its checksum"),
+        (newer, "has schema version 5, but this version of the code reads only up to 4"),
         (no_mapping, "label_mapping"),
     ],
 )
@@ -357,7 +357,7 @@ def test_what_is_no_such_file_is_said_in_one_line(tmp_path: Path, capsys: pytest
     assert "is not an HDF5 file" in rejected(tmp_path / "text.hdf5", capsys)
     with h5py.File(tmp_path / "other.hdf5", "w") as file:
         file["x"] = 1
-    assert "none of the layouts" in rejected(tmp_path / "other.hdf5", capsys)
+    assert "is an HDF5 file, but in no format that can be read" in rejected(tmp_path / "other.hdf5", capsys)
     assert "no file" in rejected(tmp_path, capsys)
 
 

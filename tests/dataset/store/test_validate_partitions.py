@@ -62,10 +62,10 @@ def other_partition(file: h5py.File) -> None:
         (user_without_images, "partition 'geo-100': its offsets do not rise"),
         (same_user, "partition 'geo-100': user one is there twice"),
         (odd_name, "partition 'geo 100': its name has other characters"),
-        (stale_rows, "geo-100/rows does not agree with its checksum"),
+        (stale_rows, "geo-100/rows does not match its checksum"),
         (no_rows, "geo-100/rows"),
-        (elsewhere, "partitions is no group of it"),
-        (other_partition, "its content checksum does not agree"),
+        (elsewhere, "partitions is not an HDF5 group"),
+        (other_partition, "its content does not match its checksum"),
     ],
 )
 def test_each_kind_of_damage_to_a_partition_is_named(

@@ -261,5 +261,5 @@ def test_labels_are_flipped_of_attackers_alone() -> None:
     np.testing.assert_array_equal(after, flipped.targets(rows))
     assert flipped.user_ids == store.user_ids
     boxes = mock.Mock(targets=lambda rows: np.zeros((len(rows), 4, 5)))
-    with pytest.raises(ValueError, match="label_flip, which is for images with labels"):
+    with pytest.raises(ValueError, match=r"attack.kind is label_flip, which needs images with labels, but"):
         attack("label_flip").images(boxes, owned)

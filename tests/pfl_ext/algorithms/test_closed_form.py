@@ -292,11 +292,11 @@ def test_what_has_no_closed_form_is_refused() -> None:
         task=SingleLabel(),
         input_size=2,
     )
-    assert refused(Fed3R, whole) == "Fed3R computes the last layer alone: set model.trained to head"
+    assert refused(Fed3R, whole) == "Fed3R computes only the last layer: set model.trained to head"
     ends = ImageClassifier(nn.Sequential(nn.Conv2d(3, LABELS, 2)), task=SingleLabel(), input_size=2)
-    assert refused(FedNCM, ends).endswith("and this network ends in a convolution")
+    assert refused(FedNCM, ends).endswith("computes a last linear layer, but this network ends in a")
     assert refused(FedCOF, network(MultiLabel())).endswith("one label each: choose fed3r or fedncm")
-    words = "asks each of 2 users once, 1 in a round: set federated.num_rounds to 2"
+    words = "needs each of the 2 users exactly once, with 1 in a round: set"
     assert words in refused(Fed3R, network(SingleLabel()), cohort_size=1, num_rounds=1)
 
 

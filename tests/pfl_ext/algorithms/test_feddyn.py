@@ -67,8 +67,8 @@ def test_users_without_images_keep_what_they_have(engine: bool) -> None:
 def test_what_would_part_h_i_from_the_update_is_refused(engine: bool) -> None:
     for more in (private(2), Passes()):
         setting = Setting([2, 3], SAMPLING, by_images=False, more=[more], dynamic=0.3)
-        with pytest.raises(ValueError, match="no privacy and no other postprocessor but a weighting"):
+        with pytest.raises(ValueError, match="not protected by privacy and not changed by postprocessors"):
             setting.run(engine)
     twice = Setting([2, 3], SAMPLING, sampler="replacement", cohort=9, dynamic=0.3)
-    with pytest.raises(ValueError, match="draw cohorts without replacement"):
+    with pytest.raises(ValueError, match="must not be drawn twice"):
         twice.run(engine)

@@ -151,7 +151,7 @@ def test_what_is_no_distribution_is_refused(target: Any, options: Any, message: 
 
 
 def test_a_class_that_the_target_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match="has label 1, which in FedIR's target distribution none"):
+    with pytest.raises(ValueError, match="a user has an image that has label 1, but no image of FedIR's"):
         ImportanceWeights([1.0, 0.0], SingleLabel())(np.eye(2), np.eye(2))
     with pytest.raises(ValueError, match="lacks label 0"):
         ImportanceWeights([1.0, 0.5], WeightedMultiLabel())(np.eye(2), np.eye(2))

@@ -169,7 +169,7 @@ def test_a_local_optimiser_of_other_steps_is_refused() -> None:
     module = Linear()
     model = PyTorchModel(module, torch.optim.Adam, torch.optim.SGD(module.parameters(), lr=1.0))
     context = training_context(0, 1, NNTrainHyperParams(1, 0.1, 4), FedNovaParams(1, 1, 1, 1))
-    with pytest.raises(ValueError, match="plain SGD or SGD with momentum"):
+    with pytest.raises(ValueError, match="only SGD, with or without momentum"):
         FedNova().rule(model, context)
 
 

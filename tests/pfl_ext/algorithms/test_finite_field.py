@@ -106,7 +106,7 @@ def test_what_has_no_place_is_said() -> None:
     assert most_bits(2**30, 1, 1e-9) == -1
     assert most_bits(1, 1, 2.0**31) == -1
     assert most_bits(1, 1, 1e-12) == 30
-    with pytest.raises(ValueError, match=r"numbers that are not finite, which no field holds: lower local\."):
+    with pytest.raises(ValueError, match=r"numbers that are not finite, so it cannot be summed securely"):
         encode(np.array([1.0, np.nan]), 1, 3, 1.0)
 
 

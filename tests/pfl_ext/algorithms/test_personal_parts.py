@@ -55,9 +55,9 @@ def test_the_head_a_bottleneck_and_beginnings_of_names() -> None:
 def test_only_what_is_trained_stays_with_users() -> None:
     module = classifier("resnet18", trained="head")
     assert personal_names(module, "all") == ["backbone.fc.weight", "backbone.fc.bias"]
-    with pytest.raises(ValueError, match="no norm of this network is trained"):
+    with pytest.raises(ValueError, match="no norm layer of this network is trained, so none can be personal"):
         personal_names(module, "norms")
-    with pytest.raises(ValueError, match=r"personal is layer4, and no trained variable begins with 'layer4'"):
+    with pytest.raises(ValueError, match=r"personal is layer4, but no trained variable begins with 'layer4'"):
         personal_names(module, "layer4")
 
 

@@ -158,18 +158,18 @@ def test_a_pass_over_all_images_changes_no_draw_of_the_training() -> None:
 def test_what_would_make_the_control_variates_something_else_is_refused(engine: bool) -> None:
     for more in (private(2), Passes()):
         setting = Setting([2, 3], SAMPLING, by_images=False, more=[more], scaffold=("II", "gradient"))
-        with pytest.raises(ValueError, match="no privacy and no other postprocessor but a weighting"):
+        with pytest.raises(ValueError, match="not protected by privacy and not changed by postprocessors"):
             setting.run(engine)
     twice = Setting([2, 3], SAMPLING, sampler="replacement", cohort=9, scaffold=("II", "gradient"))
-    with pytest.raises(ValueError, match="draw cohorts without replacement"):
+    with pytest.raises(ValueError, match="must not be drawn twice"):
         twice.run(engine)
 
 
 @pytest.mark.parametrize(
     "optimizer, more, message",
     [
-        (torch.optim.Adam, {}, "plain SGD or SGD with momentum"),
-        (torch.optim.SGD, {"grad_accumulation_steps": 2}, "no gradient scaling, accumulation"),
+        (torch.optim.Adam, {}, "only SGD, with or without momentum"),
+        (torch.optim.SGD, {"grad_accumulation_steps": 2}, "does not support gradient scaling, gradient"),
         (torch.optim.SGD, {"local_num_steps": 2, "local_num_epochs": None}, "local_num_steps"),
     ],
 )

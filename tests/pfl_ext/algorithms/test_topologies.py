@@ -148,10 +148,10 @@ def test_the_consensus_distance_is_the_root_of_the_mean_squared_distance() -> No
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda rng: undirected("torus", 7, rng), "7 users cannot be divided"),
-        (lambda rng: undirected("erdos_renyi", 40, rng, 0.001), "probability 0.001: raise it"),
-        (lambda rng: directed("random", 3, rng, 3), "a user has 2 others to send to: lower it"),
-        (lambda rng: directed("random", 40, rng, 1), "out_degree 1: raise it"),
+        (lambda rng: undirected("torus", 7, rng), "7 users cannot be arranged in the rows and columns of a"),
+        (lambda rng: undirected("erdos_renyi", 40, rng, 0.001), "probability 0.001: raise probability"),
+        (lambda rng: directed("random", 3, rng, 3), "a user has only 2 others to send to: lower it"),
+        (lambda rng: directed("random", 40, rng, 1), "out_degree 1: raise out_degree"),
     ],
 )
 def test_graphs_that_do_not_exist_are_refused(build: Any, message: str) -> None:

@@ -60,7 +60,7 @@ def test_a_deadline_that_nobody_meets_is_refused_and_one_that_somebody_meets_is_
             devices.check_deadline()
             continue
         with pytest.raises(
-            ValueError, match=r"^devices.deadline_s is 0\.05, and the fastest user needs 0\.\d+ s"
+            ValueError, match=r"^devices.deadline_s is 0\.05, but the fastest user needs 0\.\d+ s"
         ):
             devices.check_deadline()
 
@@ -290,8 +290,8 @@ CAPACITIES = "client,ms_per_sample,kbps_up,kbps_down\n"
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "does not begin with the line client,ms"),
-        ("client,ms,up,down\n", "does not begin with the line client,ms"),
+        ("", "must be client,ms"),
+        ("client,ms,up,down\n", "must be client,ms"),
         (CAPACITIES + "a,1,2\n", "line 2: give client"),
         (CAPACITIES + "a,1,2,x\n", "line 2: give client"),
         (CAPACITIES + "a,1,2,nan\n", "line 2: give client"),
@@ -314,7 +314,7 @@ def test_a_wrong_file_of_speeds_is_refused_in_one_line(tmp_path: Path, text: str
 def test_times_out_of_order_are_refused(tmp_path: Path, row: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f"client,on,off\n{row}\n")
-    with pytest.raises(ValueError, match="in order, do not overlap, and end by"):
+    with pytest.raises(ValueError, match="in order, must not overlap, and must end by"):
         Availability(path, 100.0, ["a"], 0)
 
 
@@ -336,20 +336,20 @@ ONE = {"share": 1, "ms_per_sample": 1, "kbps_up": 1, "kbps_down": 1}
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"classes": {"a": {"share": 1}}}, "devices.classes.a needs the keys share"),
+        ({"classes": {"a": {"share": 1}}}, "devices.classes.a needs exactly the keys share"),
         ({"classes": {"a": {**ONE, "kbps_up": 0}}}, "kbps_up is 0: give a positive number"),
         ({"classes": {"a": {**ONE, "kbps_up": "x"}}}, "kbps_up is 'x': give a positive number"),
         ({"classes": {"a": {**ONE, "share": 0.5}}}, "add up to 0.5"),
-        ({"classes": {"a": ONE}, "capacities": "f"}, "leave one out"),
-        ({"sigma": 0.5}, "there are none"),
+        ({"classes": {"a": ONE}, "capacities": "f"}, "leave one of them out"),
+        ({"sigma": 0.5}, "which are not set: set devices.classes"),
         ({"deadline_s": 5.0, "late": "drop"}, "deadline_s needs speeds"),
         ({"classes": {"a": ONE}, "deadline_s": 5.0}, "no effect where devices.late is wait"),
         ({"stragglers": 0.5}, "no effect where devices.late is wait"),
-        ({"late": "drop"}, "nobody can be late"),
+        ({"late": "drop"}, "without a deadline no user is late"),
         ({"over_selection": 1.3}, "over_selection needs speeds"),
-        ({"classes": {"a": ONE}, "availability": "f"}, "need each other"),
-        ({"availability_period_s": 5.0}, "need each other"),
-        ({"capacities_sha256": "f"}, "is of no file"),
+        ({"classes": {"a": ONE}, "availability": "f"}, "must be set together"),
+        ({"availability_period_s": 5.0}, "must be set together"),
+        ({"capacities_sha256": "f"}, "is the checksum of a file that is not set"),
     ],
 )
 def test_what_has_no_meaning_is_refused(values: dict[str, Any], message: str) -> None:
@@ -359,5 +359,5 @@ def test_what_has_no_meaning_is_refused(values: dict[str, Any], message: str) ->
 
 def test_more_users_than_there_are_cannot_be_asked() -> None:
     config = DevicesConfig(classes=CLASSES, over_selection=2.0)
-    with pytest.raises(ValueError, match=r"asks 12 users, and there are only 10: set it to at most 1\.66667"):
+    with pytest.raises(ValueError, match=r"draws 12 users, but there are only 10: set it to at most"):
         turnouts(config)

@@ -199,7 +199,7 @@ def test_a_card_without_room_for_all_lanes_has_fewer(
     monkeypatch.setattr(Lane, "rehearse", short)
     room = 2
     assert distance(on_card(Setting(SIZES), lanes=4)[0], theirs) <= rounding_of(Setting(SIZES))
-    assert "out of memory: 2 lanes from here on" in capsys.readouterr().err
+    assert "out of memory: 2 lanes from now on" in capsys.readouterr().err
     room = 0
     with pytest.raises(ValueError, match="no memory to train on"):
         on_card(Setting(SIZES), lanes=4)

@@ -115,7 +115,7 @@ def _zeros(model: ImageClassifier, images: Tensor, crops: Tensor) -> Tensor:
 @pytest.mark.parametrize("task", [Segmentation(3), Detection(3)], ids=lambda task: type(task).__name__)
 def test_targets_with_a_place_are_refused(task: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"augment\.cutout is 4, and .* asks what is where .*: set augment\."
+        ValueError, match=r"augment\.cutout is 4, but .* needs all parts of an image: set augment\.cutout to"
     ):
         ImageClassifier(nn.Conv2d(3, 3, 1), input_size=10, task=task, cutout=4)
 

@@ -257,9 +257,9 @@ def test_a_run_is_taken_up_with_its_detector_but_for_what_depends_on_classes(
     [
         ({"bottleneck": 8}, "ends in a convolution, before which there is no bottleneck; leave it out"),
         ({"random_features": 8}, "ends in a convolution, which takes no random features"),
-        ({"channel_norm": "data"}, "has no norm that it could be: set it to group"),
+        ({"channel_norm": "data"}, "has no norm for it: set it to group"),
         ({"weights": IMAGENET, "keep_head": True}, "holds no decoder of .*: set model.keep_head to false"),
-        ({"dropout": True}, "has no dropout: leave it out"),
+        ({"dropout": True}, "has no dropout: set model.dropout to false"),
     ],
 )
 def test_what_a_detector_does_not_go_with_is_refused(kind: str, options: Any, reason: str) -> None:

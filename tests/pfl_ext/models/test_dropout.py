@@ -155,7 +155,7 @@ def test_xavier_draws_all_weights_by_glorots_uniform() -> None:
 
 
 def test_a_network_without_dropout_is_told_so() -> None:
-    with pytest.raises(ValueError, match=r"model\.dropout is true, and resnet18 has no dropout: leave it"):
+    with pytest.raises(ValueError, match=r"model\.dropout is true, but resnet18 has no dropout: set model"):
         network("resnet18")
 
 

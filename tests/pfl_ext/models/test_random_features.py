@@ -235,9 +235,9 @@ def test_a_kept_head_that_took_other_features_is_refused(tmp_path: Path) -> None
     ("options", "message"),
     [
         ({"arch": "squeezenet1_1"}, "squeezenet1_1 ends in a convolution, which takes no random features"),
-        ({"bottleneck": 8}, "model.random_features is 48 and model.bottleneck is 8, and one layer stands"),
+        ({"bottleneck": 8}, "model.random_features is 48 and model.bottleneck is 8, but only one layer can"),
         ({"trained": "two_layers", "bottleneck": 8}, "set one of them to none"),
-        ({"trained": "two_layers"}, "two_layers, of which the bottleneck is one"),
+        ({"trained": "two_layers"}, "two_layers, which needs a bottleneck"),
         ({"random_features": 0}, "greater than 0"),
         ({"random_features_width": 1e-300}, "greater than or equal to 0.001"),
         ({"random_features": 10**12}, r"takes 336,000\.0 GB in each copy of it"),

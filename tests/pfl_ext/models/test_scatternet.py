@@ -155,7 +155,7 @@ def test_the_features_of_all_seeds_are_one_cache() -> None:
         ({"input_size": 4}, "use a multiple of 4 above 4"),
         (
             {"arch": "resnet18", "channel_norm": "data"},
-            "resnet18 has no norm that it could be: set it to group",
+            "model.channel_norm is data, but resnet18 has no norm for it",
         ),
     ],
 )

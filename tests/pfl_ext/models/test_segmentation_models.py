@@ -120,12 +120,12 @@ def test_a_decoder_is_always_trained(trained: str) -> None:
     [
         ({"bottleneck": 8}, "ends in a convolution, before which there is no bottleneck; leave it out"),
         ({"random_features": 8}, "ends in a convolution, which takes no random features"),
-        ({"channel_norm": "data"}, "has no norm that it could be: set it to group"),
+        ({"channel_norm": "data"}, "has no norm for it: set it to group"),
         ({"weights": IMAGENET, "keep_head": True}, "holds no decoder of .*: set model.keep_head to false"),
-        ({"arch": "unet_efficientnet_lite0", "dropout": True}, "has no dropout: leave it out"),
+        ({"arch": "unet_efficientnet_lite0", "dropout": True}, "has no dropout: set model.dropout to false"),
         (
             {"arch": "unet_resnet19"},
-            "is 'unet_resnet19', a network that is not known; did you mean unet_resnet1",
+            ("model.arch is 'unet_resnet19', which is not a known network; did you mean unet_resnet1"),
         ),
     ],
 )

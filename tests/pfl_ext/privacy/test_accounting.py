@@ -286,7 +286,7 @@ def test_an_indicator_noise_below_its_minimum_is_refused_with_the_minimum() -> N
         ({"clipping_bound": 1e10}, "clipping_bound\n.*less than or equal to 1000000000"),
         ({"clip_step": 0.0}, "clip_step\n.*greater than 0"),
         ({"indicator_std_fraction": -1.0}, "indicator_std_fraction\n.*greater than 0"),
-        ({"noise_cohort_size": 10}, "below the cohort_size of 50"),
+        ({"noise_cohort_size": 10}, "must be at least the cohort_size, 50"),
         ({"noise_cohort_size": 2001}, "at most 2000"),
         ({"epsilon": 1e-9, "mechanism": "gaussian", "delta": 1e-12}, "privacy.epsilon .* raise it"),
     ],
@@ -312,7 +312,7 @@ def test_a_simulated_population_is_labelled_and_the_run_keeps_its_own() -> None:
 @pytest.mark.parametrize(
     "population, cohort, options, words",
     [
-        (275, 20, {"noise_population": 274}, "privacy.noise_population is 274, below"),
+        (275, 20, {"noise_population": 274}, "privacy.noise_population is 274, but must be at least"),
         (275, 300, {"noise_population": 9000}, "--federated.cohort_size 275"),
         (275, 20, {"noise_cohort_size": 400, "noise_population": 300}, "only 300 users"),
     ],

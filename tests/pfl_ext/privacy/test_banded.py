@@ -227,7 +227,7 @@ def test_the_claim_names_participations_separation_and_relation() -> None:
         ({"band": 6, "noise_cohort_size": 20}, "privacy.band is 6 .* at most 5"),
         ({"sampler": "poisson"}, "set privacy.sampler to cyclic"),
         ({"sampler": "fixed", "accountant": "rdp"}, "set privacy.sampler to cyclic"),
-        ({"noise": "rounds_as_epochs"}, "rounds_as_epochs is for subsampled rounds"),
+        ({"noise": "rounds_as_epochs"}, "privacy.noise rounds_as_epochs needs rounds with random sampling"),
     ],
 )
 def test_a_band_that_nothing_accounts_for_is_refused(options: dict[str, Any], message: str) -> None:
