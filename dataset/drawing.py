@@ -6,8 +6,10 @@ import sys
 import warnings
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, Formatter, FuncFormatter
 
@@ -15,6 +17,7 @@ from dataset.pages import clean
 
 THIN = "\u200a"
 """A space before a label that begins with an underscore: matplotlib would leave that out of a legend."""
+BOXES = "letters that matplotlib's font lacks are boxes"
 KEPT = f"\n{THIN}"
 """Letters that are shown, although Python calls them unprintable."""
 
@@ -25,36 +28,42 @@ def write_figure(figure: Figure, target: Any, name: str, **how: Any) -> None:
     Args:
         figure: one whose texts hold no mathematics.
         target: the path or the buffer to write.
-        name: of the figure, for the warning about such letters; empty for none.
+        name: of the figure, for lines about such letters and what else matplotlib warns of; empty for none.
         how: what ``savefig`` takes.
     """
-    _make_literal(figure)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        _make_literal(figure)
         figure.savefig(target, **how)
-    lacking = [each for each in said if str(each.message).startswith("Glyph ")]
-    if lacking and name:
-        print(f"WARNING: {name} has boxes for letters that matplotlib's font lacks", file=sys.stderr)
-    for each in said:
-        if each not in lacking:
+    of_users = [str(each.message) for each in caught if each.category is UserWarning]
+    lines = {BOXES if text.startswith("Glyph ") else text: None for text in of_users}
+    for line in lines if name else ():
+        print(f"WARNING: {name}: {line}", file=sys.stderr)
+    for each in caught:
+        if each.category is not UserWarning:  # of a developer, as of what is deprecated
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 def _make_literal(figure: Figure) -> None:
     """Matplotlib reads text between dollars as mathematics, and cannot draw half characters."""
-    of_axes = set[int]()
-    for axis in figure.findobj(Axis):
-        formatter = axis.get_major_formatter()
-        done = isinstance(getattr(formatter, "func", None), _Literal)
-        if isinstance(formatter, (FixedFormatter, FuncFormatter)) and not done:
-            axis.set_major_formatter(FuncFormatter(_Literal(formatter)))
-        ticks = (*axis.majorTicks, *axis.minorTicks)
-        labels = (axis.offsetText, *(label for tick in ticks for label in (tick.label1, tick.label2)))
-        of_axes |= {id(label) for label in labels}  # those of a logarithmic axis are mathematics
-    for text in figure.findobj(Text):
-        if id(text) not in of_axes:
-            text.set_text(_shown(text.get_text()))
-            text.set_parse_math(False)
+    for part in (figure, *figure.axes):
+        for child in part.get_children():
+            if isinstance(child, Axis):  # the ticks of a logarithmic one are mathematics
+                formatter = child.get_major_formatter()
+                done = isinstance(getattr(formatter, "func", None), _Literal)
+                if isinstance(formatter, (FixedFormatter, FuncFormatter)) and not done:
+                    child.set_major_formatter(FuncFormatter(_Literal(formatter)))
+            for text in _texts_of(child):
+                text.set_text(_shown(text.get_text()))
+                text.set_parse_math(False)
+
+
+def _texts_of(child: Artist) -> list[Text]:
+    if isinstance(child, Legend):
+        return [child.get_title(), *child.get_texts()]
+    if isinstance(child, Axis):
+        return [child.label]
+    return [child] if isinstance(child, Text) else []
 
 
 class _Literal:

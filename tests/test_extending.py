@@ -385,7 +385,7 @@ def test_every_file_of_a_package_of_ones_own_is_recorded(
 @pytest.mark.parametrize("register", [ALGORITHMS.register, NETWORKS.register, server_optimizer, drawn])
 def test_a_name_that_is_taken_is_refused(register: Any, dropped: None) -> None:
     register("one")(len)
-    with pytest.raises(ValueError, match=r"^there are two [a-z.-]+ one$"):
+    with pytest.raises(ValueError, match=r"^there are two [a-z. -]+ named one: rename one$"):
         register("one")(repr)
 
 

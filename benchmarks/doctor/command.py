@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> None:
         write(path, seen.report)
         written = f"report for an issue, without names of users and folders: {path}"
     except (OSError, ValueError) as refusal:
-        seen.notes.append(fault(str(refusal).replace("choose another place", "name another by --report")))
+        seen.notes.append(fault(str(refusal).replace("choose another path", "name another by --report")))
         written = "no report could be written"
     print(f"\n{written}")
     for note in seen.notes:

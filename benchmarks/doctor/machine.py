@@ -141,7 +141,7 @@ def disks(report: dict[str, Any]) -> Found:
         except ValueError as refusal:
             entry["writable"] = False
             lines[-1] += ", but nothing can be written there"
-            why = str(refusal).removesuffix("; choose another place")
+            why = str(refusal).removesuffix("; choose another path")
             notes.append((fault if name == "runs" else hint)(f"{why}: {OTHER_PLACES[name]}"))
         if free < (CACHE_GB if name == "cache" else DISK_GB):
             flair = "; FLAIR takes 6" if name == "data" else ""

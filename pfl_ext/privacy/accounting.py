@@ -162,7 +162,7 @@ class PrivacyConfig:
         if cohort_size > population:
             raise ValueError(
                 f"cohort_size is {cohort_size} but there are only {population} training users: "
-                f"give at most as many, --federated.cohort_size {population}"
+                f"give at most {population}, for example --federated.cohort_size {population}"
             )
         if noise_population < population:
             raise ValueError(

@@ -46,7 +46,7 @@ def private_cohort(
     if not 0 < cohort_size <= population:
         raise ValueError(
             f"cohort_size is {cohort_size} but there are only {population} training users: "
-            f"give at least 1 and at most as many, --federated.cohort_size {population}"
+            f"give 1 to {population}, for example --federated.cohort_size {population}"
         )
     draw = {"poisson": _poisson, "fixed": _fixed, "cyclic": _cyclic}[sampler]
     return draw(seed, round_number, population, cohort_size)

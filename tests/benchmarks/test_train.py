@@ -86,7 +86,7 @@ def test_the_saved_model_is_the_one_that_scored_best(train: Train) -> None:
     ("algorithm", "whose"),
     [
         ("fedavg", "untrained model's;"),
-        ("fedper", "untrained server model's, which no user of fedper has: each has a model of its own;"),
+        ("fedper", "untrained server model's, which no user of fedper uses: "),
     ],
 )
 def test_a_best_model_that_is_the_untrained_one_is_said(
@@ -320,7 +320,7 @@ def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) 
     [
         (["--data_path=nowhere.hdf5"], "nowhere.hdf5: no such file"),
         (["--data_path=pyproject.toml"], "pyproject.toml"),
-        (["--federated.cohort_size=13"], "cohort_size is 13, but there are only 12 training users: give at"),
+        (["--federated.cohort_size=13"], "there are only 12 training users: give 1 to 12"),
         (["--data.binary_label=unicorn"], "the label 'unicorn' is in neither taxonomy"),
         (["--config=fl-f-17", "--weights=nowhere.pth"], "nowhere.pth"),
         (["--config=fl-f-17", "--weights=pyproject.toml"], "pyproject.toml"),

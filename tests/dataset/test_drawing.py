@@ -57,16 +57,21 @@ def test_a_picture_is_written_whatever_the_names(tmp_path: Path, capsys: pytest.
     assert [path.suffix for path in paths] == [".png", ".svg"]
     assert all(path.stat().st_size for path in paths)
     assert capsys.readouterr().err == (
-        "WARNING: picture.png has boxes for letters that matplotlib's font lacks\n"
+        "WARNING: picture.png: letters that matplotlib's font lacks are boxes\n"
     )
 
 
-def test_other_warnings_of_matplotlib_are_kept() -> None:
+def test_other_warnings_of_matplotlib_are_lines_and_those_for_developers_are_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     figure = Figure()
-    figure.subplots().set_xlim(1, 2)
-    figure.draw = lambda *_: warnings.warn("something else", stacklevel=1)  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="something else"):
-        write_figure(figure, io.BytesIO(), "figure", format="png")
+    figure.subplots().plot([0, 1])
+    figure.draw = lambda *_: warnings.warn("strange data", stacklevel=1)  # type: ignore[method-assign]
+    write_figure(figure, io.BytesIO(), "a.png", format="png")
+    assert capsys.readouterr().err == "WARNING: a.png: strange data\n"
+    figure.draw = lambda *_: warnings.warn("old", DeprecationWarning, 1)  # type: ignore[method-assign]
+    with pytest.warns(DeprecationWarning, match="old"):
+        write_figure(figure, io.BytesIO(), "a.png", format="png")
 
 
 def test_a_label_with_a_thin_space_keeps_it() -> None:

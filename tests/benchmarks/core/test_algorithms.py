@@ -58,7 +58,7 @@ def test_an_algorithm_on_pfls_loop_cannot_hide_from_the_engine_what_its_users_do
 
 
 def test_two_algorithms_have_two_names() -> None:
-    with pytest.raises(ValueError, match=r"^there are two federated\.algorithm fedavg$"):
+    with pytest.raises(ValueError, match=r"^there are two federated\.algorithm named fedavg: rename one$"):
         register("fedavg")(type("Other", (Choice,), {}))
     with pytest.raises(
         ValueError, match=r"federated\.algorithm is 'fedavgg': choose one of ditto, dsgd, fed3r, "

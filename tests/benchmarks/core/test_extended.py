@@ -109,7 +109,7 @@ def test_other_data_and_folders_without_a_run_are_refused(
 
 def test_a_longer_run_in_the_same_folder_is_told_how(train: Train, refused: Refused) -> None:
     directory = train(*KEPT, "--federated.num_rounds=2")
-    refused(f"--extend {directory}; to train this run for longer", "--federated.num_rounds=4")
+    refused(f"to train this run for longer, add --extend {directory}", "--federated.num_rounds=4")
 
 
 def test_a_config_that_was_edited_is_not_that_of_the_checkpoint(train: Train, refused: Refused) -> None:

@@ -279,8 +279,8 @@ def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
         directory = train(*argv, code=75)
     assert said(capsys) == [
         f"{number.name}: stopping after this round; a second signal stops at once",
-        f"stopped by {number.name}, 2 of 6 rounds are done and {directory}/checkpoint/last.safetensors is "
-        "written; run the same command again to continue",
+        f"stopped by {number.name}, 2 of 6 rounds are done and {directory}/checkpoint/last.safetensors was "
+        "saved; run the same command again to continue",
     ]
     assert [line["round"] for line in lines(directory)] == [0, 1]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

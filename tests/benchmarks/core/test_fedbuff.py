@@ -207,7 +207,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(
 @pytest.mark.usefixtures("asynchronous")
 def test_versions_that_have_no_room_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
-    message = "fedbuff keeps up to 3 versions of the model, which takes up to 0.0 GB"
+    message = "fedbuff keeps up to 3 versions of the model, which needs up to 0.0 GB of memory"
     refused(message, *RUN, f"{OPTIONS}max_staleness=2")
 
 

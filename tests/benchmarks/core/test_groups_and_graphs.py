@@ -295,7 +295,7 @@ def test_the_graph_that_is_checked_is_the_runs(train: Train, monkeypatch: pytest
 
 def test_models_that_have_no_room_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
-    refused("DSGD keeps a model for each of 4 users, which takes up to 0.0 GB", *words("dsgd"))
+    refused("DSGD keeps a model for each of 4 users, which needs up to 0.0 GB of memory", *words("dsgd"))
 
 
 def test_a_network_larger_than_the_population_is_refused_where_cohorts_may_be() -> None:

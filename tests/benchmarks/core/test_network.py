@@ -192,7 +192,7 @@ def test_a_run_without_internet_goes_on_with_its_network_when_there_is_internet(
         assert REASON in capsys.readouterr().out
         online()
         assert run(main, argv) == 0
-        assert f"has a run that used {network.SUBSTITUTE} for resnet18" in capsys.readouterr().out
+        assert f"has a run that used {network.SUBSTITUTE} instead of resnet18" in capsys.readouterr().out
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["weights"]["licence"] == "Apache-2.0"
         assert results["weights"]["normalisation"] == "efficientnet_lite"

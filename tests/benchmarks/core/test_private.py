@@ -75,7 +75,7 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert "privacy: epsilon" in summary
     assert f"by RDP, a looser check, {simulated['epsilon_at_end_rdp']:.3f}" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
-    assert "simulates a larger system: set both to none" in summary
+    assert "to none for a guarantee of this run" in summary
     assert "\nWARNING: delta is 0.01, which is large" in summary
     assert statement["as_executed"]["epsilon_at_end"] == statement["as_executed"]["mu_gdp"] == "infinite"
     assert "research only" not in summary

@@ -216,7 +216,7 @@ def test_images_that_were_changed_in_place_are_not_trained_on(
     train_into(tmp_path / "run", changed, *private, code=2)
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: image ")
-    assert "it does not agree with its checksum; check the file with python -m dataset.store" in said
+    assert "it does not match its checksum; check the file with python -m dataset.store" in said
     if storage == "raw":
         train_into(tmp_path / "plain", changed, "--federated.cohort_size=1", "--federated.num_rounds=1")
 

@@ -112,7 +112,11 @@ CALLS = [
     ("sweep", f"good.yaml {LOCAL} --count=x", "count is 'x'"),
     ("sweep", f"good.yaml {LOCAL} --np=0", "np is '0'"),
     ("sweep", f"good.yaml {LOCAL} --run_dir=x", "--run_dir is set by the sweep itself: remove it from"),
-    ("sweep", f"good.yaml {LOCAL} --local.learning_rate=1", "--local.learning_rate is swept"),
+    (
+        "sweep",
+        f"good.yaml {LOCAL} --local.learning_rate=1",
+        "--local.learning_rate is a parameter of the sweep",
+    ),
     ("sweep", f"good.yaml {LOCAL} --server.lr=1", "there is no config key server.lr"),
     ("sweep", f"good.yaml {LOCAL} --program=train.py", "--program is 'train.py'"),
     ("sweep", f"good.yaml {FIXED}", "old holds a sweep of an earlier version (sweep.json)"),

@@ -44,7 +44,10 @@ from tests.benchmarks.sweep.test_space import COMMAND, written
             ["learning-rates", "--local=true", "--program=benchmarks.visual_classification.train"],
             "is a sweep of benchmarks.flair.train, but --program is",
         ),
-        (["learning-rates", "--local=true", "--local.learning_rate=1"], "--local.learning_rate is swept"),
+        (
+            ["learning-rates", "--local=true", "--local.learning_rate=1"],
+            "--local.learning_rate is a parameter of the sweep",
+        ),
         (
             ["learning-rates", "--local=true", "--locl.batch_size=1"],
             "there is no config key locl.batch_size; did you mean local.batch_size?",
@@ -143,7 +146,8 @@ def test_the_run_dir_of_a_sweeps_file_is_refused_not_ignored(
         assert run(main, [file, "--local=true", f"--data_path={mini_file}"]) == 2
         key = word[0].split("=")[0]
         assert (
-            f"{key} is set by the sweep itself: remove it from the command{file}" in capsys.readouterr().err
+            f"{key} is set by the sweep itself: remove it from the command of {file}"
+            in capsys.readouterr().err
         )
 
 

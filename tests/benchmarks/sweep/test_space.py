@@ -223,7 +223,7 @@ def test_a_key_that_training_does_not_know_is_named_before_any_trial() -> None:
 def test_a_swept_key_may_not_be_fixed_by_the_arguments() -> None:
     """The last of two wins, so every trial would be the same."""
     sweep, _, _ = read_sweep("learning-rates")
-    with pytest.raises(ValueError, match=r"--server\.learning_rate is swept"):
+    with pytest.raises(ValueError, match=r"--server\.learning_rate is a parameter of the sweep"):
         training_words(sweep, ["--server.learning_rate=0.1"])
 
 

@@ -165,7 +165,7 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
     assert cells[9] == f"50.0 ± {100 / 84 * spread:.1f}", "relative to the centralised run's last, 84"
     assert text.count("| inat-geo-3k-fedavgm-k10, the paper's |") == 1, "not under the other partition"
     assert "* inat-geo-3k-fedavgm-k10, alpha-0.10: config differs: data.partition=alpha-0.10" in text
-    assert "half is not a complete run (it has not ended)" in text
+    assert "half is not a complete run (it has not finished)" in text
     assert "broken is not a complete run (config.yaml is missing" in text
     assert (tmp_path / "out" / "report.csv").read_text().count("\n") == 4
     for name in ("learning-curves-rounds", "learning-curves-batches", "relative-accuracy-emd"):

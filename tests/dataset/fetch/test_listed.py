@@ -272,7 +272,7 @@ def test_only_what_is_wanted_is_kept_of_an_archive(tmp_path: Path) -> None:
 def test_lists_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
     def refused(texts: dict[str, str]) -> str:
         folder = write_csvs(tmp_path / str(len(list(tmp_path.iterdir()))), texts)
-        with pytest.raises(ValueError, match=r"take|leave|give|holds|download") as caught:
+        with pytest.raises(ValueError, match=r"take|leave|give|use|holds|download") as caught:
             read_lists(folder).table("user-120k")
         return str(caught.value)
 

@@ -222,7 +222,7 @@ def test_what_dead_processes_left_is_deleted_and_nothing_of_others(tmp_path: Pat
     [
         ("Unable to open file (Permission denied)", r"cannot be read: you do not have the permission"),
         ("file signature not found", "is not an HDF5 file"),
-        ("truncated file: eof = 96", r"is truncated \(it was not copied whole\); make it again"),
+        ("truncated file: eof = 96", r"is truncated \(the copy is incomplete\); make it again"),
         ("bad object header", "is damaged: bad object header; make it again"),
     ],
 )

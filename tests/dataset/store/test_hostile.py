@@ -205,7 +205,7 @@ def test_a_group_where_a_column_should_be_is_damage(
     path = write(tmp_path / "f.hdf5", "jpeg")
     with h5py.File(path, "r+") as file:
         file.create_group("train/more")
-    assert "damaged: train/more holds no data" in refused(describe, capsys, str(path))
+    assert "damaged: train/more has no data" in refused(describe, capsys, str(path))
 
 
 def test_a_file_on_which_the_hdf5_library_hangs_or_crashes_is_refused(

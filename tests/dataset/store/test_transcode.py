@@ -241,7 +241,7 @@ def test_another_quality_gives_another_file(tmp_path: Path, capsys: pytest.Captu
     assert len(prints) == 2
     capsys.readouterr()
     assert run(main, [f"--source={folder}", f"--output_file={tmp_path / 'f'}", "--jpeg_quality=0"]) == 2
-    assert capsys.readouterr().err == "error: --jpeg_quality is 0; give a number from 1 to 100\n"
+    assert capsys.readouterr().err == "error: --jpeg_quality is 0; give a whole number from 1 to 100\n"
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])

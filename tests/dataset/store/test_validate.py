@@ -375,7 +375,7 @@ def test_annotations_that_are_no_group_are_refused(
     write_mini(path := tmp_path / "f.hdf5", SMALL)
     with h5py.File(path, "r+") as file:
         file["train/annotations"] = np.arange(3)
-    assert "train/annotations is no group" in rejected(path, capsys)
+    assert "train/annotations is not an HDF5 group" in rejected(path, capsys)
 
 
 def test_a_split_without_images_is_described(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def other_partition(file: h5py.File) -> None:
     "damage, message",
     [
         (row_out_of_range, "split train: partition 'geo-100': a row is out of range (0..6)"),
-        (dealt_twice, "partition 'geo-100': it deals an image twice"),
+        (dealt_twice, "partition 'geo-100': it gives an image to two clients"),
         (user_without_images, "partition 'geo-100': its offsets do not rise"),
         (same_user, "partition 'geo-100': user one is there twice"),
         (odd_name, "partition 'geo 100': its name has other characters"),

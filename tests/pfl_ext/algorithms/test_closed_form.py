@@ -294,7 +294,9 @@ def test_what_has_no_closed_form_is_refused() -> None:
     )
     assert refused(Fed3R, whole) == "Fed3R computes only the last layer: set model.trained to head"
     ends = ImageClassifier(nn.Sequential(nn.Conv2d(3, LABELS, 2)), task=SingleLabel(), input_size=2)
-    assert refused(FedNCM, ends).endswith("computes a last linear layer, but this network ends in a")
+    assert refused(FedNCM, ends).startswith(
+        "FedNCM computes a last linear layer, but this network ends in a convolution: choose another"
+    )
     assert refused(FedCOF, network(MultiLabel())).endswith("one label each: choose fed3r or fedncm")
     words = "needs each of the 2 users exactly once, with 1 in a round: set"
     assert words in refused(Fed3R, network(SingleLabel()), cohort_size=1, num_rounds=1)

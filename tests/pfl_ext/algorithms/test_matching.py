@@ -117,7 +117,9 @@ def test_matching_again_never_makes_it_worse_and_can_make_it_better() -> None:
     ],
 )
 def test_other_networks_are_refused(module: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"^fedma matches the neurons of plain networks, without norms,"):
+    with pytest.raises(
+        ValueError, match=r"^fedma supports only plain networks \(no norms, branches or frozen layers\)"
+    ):
         layers_of(module, "")
 
 

@@ -297,8 +297,8 @@ CAPACITIES = "client,ms_per_sample,kbps_up,kbps_down\n"
         (CAPACITIES + "a,1,2,nan\n", "line 2: give client"),
         (CAPACITIES + "a,1,2,0\n", "line 2: give positive numbers"),
         (CAPACITIES + "a,1,2,3\na,1,2,3\n", "line 3: client a comes twice"),
-        (CAPACITIES, "names 0 of 2 users"),
-        (CAPACITIES + "a,1,2,3\nc,1,2,3\n", "names 1 of 2 users"),
+        (CAPACITIES, "has 0 of 2 users"),
+        (CAPACITIES + "a,1,2,3\nc,1,2,3\n", "has 1 of 2 users"),
         ("\xff", "is no CSV file"),
     ],
 )

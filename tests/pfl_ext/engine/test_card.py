@@ -109,9 +109,7 @@ def test_lanes_are_given_up_where_memory_runs_out_in_a_round(
         monkeypatch.setattr(torch.cuda, "empty_cache", names.clear)
         ours, *_ = Setting(sizes).run(True, lanes=4, fuse=False)
     assert distance({n: plain(t) for n, t in ours.items()}, theirs) <= rounding_of(Setting(sizes))
-    assert (
-        "out of memory: 2 lanes from here on\nout of memory: 1 lanes from here on" in capsys.readouterr().err
-    )
+    assert "out of memory: 2 lanes from now on\nout of memory: 1 lanes from now on" in capsys.readouterr().err
 
 
 def test_a_lane_does_not_run_ahead_of_the_gpu_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

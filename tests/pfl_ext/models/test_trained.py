@@ -256,7 +256,7 @@ DEPTHWISE = nn.Sequential(
         (nn.Sequential(nn.Flatten(), nn.Linear(3072, 2)), {"trained": "lora"}, "has no linear layer"),
         ("lenet", {"trained": "lora", "lora_rank": 121}, "the largest rank of a layer of lenet is 120"),
         ("lenet", {"trained": "last_blocks", "last_blocks": 4}, "has 4 blocks .*: choose at most 3, or set"),
-        ("lenet", {"trained": "norms"}, "but lenet has no norm before"),
+        ("lenet", {"trained": "norms"}, "but lenet has no norm with a scale before"),
         (TwoPaths(False), {"trained": "last_blocks"}, "are not run one after another, each once: set"),
         (TwoPaths(True), {"trained": "last_blocks"}, "are not run one after another, each once: set"),
     ],

@@ -56,7 +56,7 @@ def test_a_saved_model_of_ours_is_a_weights_file(pretrained: bool, tmp_path: Pat
         assert torch.equal(kept.state_dict()[name], tensor), name
     with pytest.raises(ValueError, match=r"wrong shape or type fc.*set model\.keep_head to false"):
         build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True)
-    with pytest.raises(ValueError, match=r"model\.bottleneck makes a new head: set model\.bottleneck to"):
+    with pytest.raises(ValueError, match=r"model\.bottleneck makes a new head: set it to none"):
         build(pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True, bottleneck=4)
 
 

@@ -74,7 +74,9 @@ def test_releases_take_their_part_of_the_budget() -> None:
 )
 def test_releases_are_refused_where_nobody_has_argued_for_them(key: str, value: Any, needed: str) -> None:
     given: dict[str, Any] = {"epsilon": 2.0, "moments_multiplier": 8.0, key: value}
-    with pytest.raises(ValueError, match=rf"privacy\.{key} is {value}, and .*: set {key} to {needed}"):
+    with pytest.raises(
+        ValueError, match=rf"privacy\.{key} is {value}, but .*: set privacy\.{key} to {needed}"
+    ):
         PrivacyConfig(**given)
 
 
