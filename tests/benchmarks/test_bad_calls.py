@@ -96,7 +96,7 @@ BAD = [
     ("flair", f"{FLAIR} --run_dir=text", "--run_dir text is a file"),
     ("flair", f"{FLAIR} --run_dir=text/below", "text/below"),
     ("flair", f"{FLAIR} --run_dir=/proc/run", "/proc/run"),
-    ("flair", f"{FLAIR} --run_dir=caf\udce9", "--run_dir caf\ufffd has letters that are not UTF-8"),
+    ("flair", f"{FLAIR} --run_dir=run\udce9", "--run_dir run\ufffd has letters that are not UTF-8"),
     ("flair", f"{FLAIR} --run_dir=gone", "--run_dir gone: the target of the link gone does not exist"),
     ("flair", f"{FLAIR} --run_dir=loop/below", "--run_dir loop/below: the target of the link loop does not"),
     (

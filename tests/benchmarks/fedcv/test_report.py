@@ -33,7 +33,7 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
     for seed in (0, 1):
         small_run("cifar100-efficientnet-c", tmp_path, f"seed{seed}", f"--seed={seed}")
     small_run("cifar100-efficientnet-c", tmp_path, "own", "--setting=mine")
-    for name in ("other", "caf\udce9"):  # the second is no UTF-8
+    for name in ("other", "run\udce9"):  # the second is no UTF-8
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text("setting: none\n")
     capsys.readouterr()
@@ -43,7 +43,7 @@ def test_seeds_are_one_row_and_what_cannot_be_read_is_named(
     assert "centralised.num_epochs: 400 -> 1" in said
     assert "| mine | 0 | accuracy | " in said
     assert "mine, row 2: a setting of its own (its config.yaml has all values)" in said
-    for name in ("other", "caf\ufffd"):
+    for name in ("other", "run\ufffd"):
         assert f"{tmp_path / name} is not a complete run" in said
     assert (tmp_path / "report" / "report.csv").read_text().startswith("setting,seeds,score,")
     assert run(report.main, [str(tmp_path / "other")]) == 2
