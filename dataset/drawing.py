@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axis import Axis
+from matplotlib.category import StrCategoryFormatter
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
@@ -18,6 +19,8 @@ from dataset.pages import clean
 THIN = "\u200a"
 """A space before a label that begins with an underscore: matplotlib would leave that out of a legend."""
 BOXES = "letters that matplotlib's font lacks are boxes"
+NAMED = (FixedFormatter, FuncFormatter, StrCategoryFormatter)
+"""Formatters whose labels may be names."""
 KEPT = f"\n{THIN}"
 """Letters that are shown, although Python calls them unprintable."""
 
@@ -51,7 +54,7 @@ def _make_literal(figure: Figure) -> None:
             if isinstance(child, Axis):  # the ticks of a logarithmic one are mathematics
                 formatter = child.get_major_formatter()
                 done = isinstance(getattr(formatter, "func", None), _Literal)
-                if isinstance(formatter, (FixedFormatter, FuncFormatter)) and not done:
+                if isinstance(formatter, NAMED) and not done:
                     child.set_major_formatter(FuncFormatter(_Literal(formatter)))
             for text in _texts_of(child):
                 text.set_text(_shown(text.get_text()))
