@@ -1,7 +1,8 @@
-"""A command's own process: it looks for no garbage while it imports, and does not clear up before it ends.
+"""A command's own process: garbage collection is rare during its imports, and it ends without clearing up.
 
-Of the seconds that a command takes to start and end, these two are four in ten: each search goes through all
-that has been imported so far, and at its end Python takes torch and all else apart, object by object.
+Both take time. Each collection goes through all that was imported so far, and when Python ends, it deletes
+the objects of torch and of all other modules one by one. A command with a mistake in its words took 7.0 s of
+CPU time with both, and takes 4.4 s without.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import os
 import sys
 
 MANY = 100_000
-"""Objects that are made before the next search for garbage, while a command imports."""
+"""New objects before the next garbage collection, during the imports."""
 _often = list[tuple[int, int, int]]()
-"""The thresholds until `begin`."""
+"""Python's thresholds of garbage collection, while `begin` has changed them."""
 _codes = list[int]()
 """The exit code, when it is known."""
 
 
 def begin() -> None:
-    """Called before the imports, in a process that becomes one command."""
+    """To be called before the imports, in a process that runs one command."""
     if "torch" in sys.modules:
         return  # too late
     _often.append(gc.get_threshold())
@@ -29,19 +30,19 @@ def begin() -> None:
 
 
 def imported() -> None:
-    """From here on garbage is looked for as ever, though not among what is imported; after `begin` only."""
+    """After `begin`: collect garbage as often as before it, but not among what was imported since."""
     if _often:
         gc.freeze()
         gc.set_threshold(*_often.pop())
 
 
 def ends(code: int | None) -> None:
-    """The exit code of this process, or None while nobody knows."""
+    """Set the exit code of this process; None: it is not known."""
     _codes[:] = [] if code is None else [code]
 
 
 def _leave() -> None:
-    """End at once. Without a code, as after a defect, or where output cannot be written, Python ends."""
+    """End at once. Without a code, or if the output cannot be written, Python ends the process as usual."""
     if _codes:
         try:
             sys.stdout.flush()

@@ -221,7 +221,7 @@ def check_training(config: TrainingConfig) -> None:
     if config.model.channel_norm == "data" and config.privacy and config.privacy.moments_multiplier is None:
         raise ValueError(
             "model.channel_norm data reads all training images, but privacy.moments_multiplier is "
-            "none: set it to the noise multiplier for this, or set model.channel_norm to group"
+            "none: set it to the noise multiplier of their moments, or set model.channel_norm to group"
         )
     if config.model.channel_norm == "data" and config.augment.views is not None:
         raise ValueError(
