@@ -97,11 +97,23 @@ class OfAnnotatedImages(Experiment[C]):
 
     def split(self, name: str) -> ImageStore:
         """Images with their annotations."""
-        return self.view.split("test" if (name, self.followed) == ("val", "tracked") else name)
+        return self.view.split(self._name_in_file(name))
 
     def split_of_file(self, name: str) -> ImageStore:
         """Images with their annotations."""
         return self.view.split(name)
+
+    def check(self) -> None:
+        """Refuse a split without anything to learn, or to score, which would be an mIoU or an mAP of 0."""
+        for name in map(self._name_in_file, ("train", "val", *self.final_splits)):
+            if not self.view.has_truth(name):
+                raise ValueError(
+                    f"{name} of {self.file.path} has no {self.view.truth} in {self.view.taxonomy}, so "
+                    "nothing can be learnt or scored there: give its images some in the file"
+                )
+
+    def _name_in_file(self, split: str) -> str:
+        return "test" if (split, self.followed) == ("val", "tracked") else split
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ class AnnotatedView(SingleLabelView):
     kind: ClassVar[type[Masks] | type[Boxes]]
     purpose: ClassVar[str]
     """The kind of annotation in words, for a message."""
+    truth: ClassVar[str]
+    """What an image must have to count in a score, in words, for a message."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,6 +39,10 @@ class AnnotatedView(SingleLabelView):
                     f"needs {self.purpose}: set data.taxonomy to "
                     f"{' or '.join(known) or 'that of another file'}"
                 )
+
+    def has_truth(self, split: str) -> bool:
+        """Whether a split has anything that can be learnt or scored, which `truth` names."""
+        raise NotImplementedError
 
     def _usable(self, file_split: str) -> BoolArray:
         return np.ones(self.file.split(file_split).num_images, bool)

@@ -14,7 +14,7 @@ import numpy as np
 
 from dataset.arrays import Float32Array, IntArray
 from dataset.store.annotated_view import AnnotatedView
-from dataset.store.annotations import Boxes, positions
+from dataset.store.annotations import CROWD, Boxes, positions
 from dataset.store.views import Split
 
 COLUMNS = 6
@@ -59,6 +59,7 @@ class BoxView(AnnotatedView):
     kind = Boxes
     purpose: ClassVar[str] = "a class and a box for each object"
     needed: ClassVar[str] = "boxes"
+    truth: ClassVar[str] = "box of a single object"
 
     @cached_property
     def most(self) -> int:
@@ -79,6 +80,11 @@ class BoxView(AnnotatedView):
         scale = (self.image_size / sizes[:, ::-1]).astype(np.float32)
         boxes = self._annotation(file_split)
         return SplitBoxes(users, offsets, file_split, rows, self.pixels, boxes, scale, self.most)
+
+    def has_truth(self, split: str) -> bool:
+        """Whether a split has a box that a detector should find, which a crowd's is not."""
+        store = self.split(split)
+        return bool((store.boxes.take(store.file_rows).flags & CROWD == 0).any())
 
     def _annotation(self, file_split: str) -> Boxes:
         """The boxes of a split of the file."""

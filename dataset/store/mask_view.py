@@ -13,7 +13,7 @@ import numpy as np
 
 from dataset.arrays import ByteArray, IntArray
 from dataset.store.annotated_view import AnnotatedView
-from dataset.store.annotations import Masks
+from dataset.store.annotations import VOID, Masks
 from dataset.store.views import PixelCache, Split
 
 
@@ -40,6 +40,7 @@ class MaskView(AnnotatedView):
     kind = Masks
     purpose: ClassVar[str] = "a class for each pixel"
     needed: ClassVar[str] = "a mask"
+    truth: ClassVar[str] = "pixel with a class"
 
     @cached_property
     def pixels(self) -> PixelCache:
@@ -59,3 +60,8 @@ class MaskView(AnnotatedView):
         """
         users, offsets, rows = self._owned(name)
         return SplitMasks(users, offsets, self._file_split(name), rows, self.pixels, self.masks)
+
+    def has_truth(self, split: str) -> bool:
+        """Whether any pixel of a split has a class; masks are read up to the first that has one."""
+        store = self.split(split)
+        return any((store.targets(np.array([row])) != VOID).any() for row in range(len(store.file_rows)))

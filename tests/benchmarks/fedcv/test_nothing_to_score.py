@@ -1,0 +1,56 @@
+"""A split in which nothing can be learnt or scored is refused; it would have an mIoU or an mAP of 0."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks.fedcv.detection.train import main as detection
+from benchmarks.fedcv.segmentation.train import main as segmentation
+from dataset.flair.mini import write_mini
+from dataset.flair.mini_outlines import boxed_index, masked_index
+from dataset.store.annotations import CROWD, VOID, Boxes, Masks
+from tests.benchmarks.conftest import TINY
+from tests.benchmarks.sparing import run_into
+
+SPEC = replace(
+    TINY, image_size=16, train_users=4, val_users=2, test_users=2, coarse_labels=1, num_fine_labels=17
+)
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+@pytest.mark.parametrize("kind", ["masks", "boxes"])
+def test_a_split_without_truth_is_refused(
+    kind: str, split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "data.hdf5"
+    index = masked_index(SPEC) if kind == "masks" else boxed_index(SPEC)
+    for name, found in index.splits[split].annotations.items():
+        if isinstance(found, Masks):
+            void = io.BytesIO()
+            Image.fromarray(np.full((16, 16), VOID, np.uint8)).save(void, "PNG")
+            index.splits[split].annotations[name] = Masks.of([void.getvalue()] * len(found), found.num_labels)
+        if isinstance(found, Boxes):
+            found.flags[:] = CROWD
+    write_mini(path, SPEC, index=index)
+    main, truth = (
+        (segmentation, "pixel with a class in mask")
+        if kind == "masks"
+        else (detection, "box of a single object in objects")
+    )
+    run_into(
+        main,
+        tmp_path / "run",
+        f"--data_path={path}",
+        "--data.image_size=16",
+        "--model.input_size=16",
+        "--data.val_share=0",
+        code=2,
+    )
+    assert f"error: {split} of {path} has no {truth}, so nothing can be learnt" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.yaml").exists()
