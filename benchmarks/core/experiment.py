@@ -31,6 +31,7 @@ from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.decoders import encoder_of, outputs_of
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.randomness import torch_stream
+from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.task import Outputs, Task
 
 C = TypeVar("C", bound=TrainingConfig)
@@ -154,7 +155,7 @@ class Experiment(ABC, Generic[C]):
         """The network before its first step, with outputs for each class."""
         num_classes = len(self.class_names)
         check_classes(self.config, self.run.weights, self.class_names)
-        task = self.task_of(self.config, num_classes)
+        task = trained_task(self.config, self.task_of(self.config, num_classes), self.class_names)
         return build_model(self.config, num_classes, self.run.weights, task, self.split)
 
     scores_users: ClassVar[bool] = False
@@ -225,6 +226,16 @@ def _check_outputs(arch: str, task: Task) -> None:
         )
 
 
+def trained_task(config: TrainingConfig, task: Task, classes: Sequence[str]) -> Task:
+    """The task with the loss that training minimises.
+
+    Raises:
+        ValueError: when the task does not support this loss, or a class of it does not exist.
+    """
+    loss = TrainingLoss.of(config.loss, classes, config.augment.label_smoothing)
+    return task if loss.is_plain else task.trained_by(loss)
+
+
 def build_model(
     config: TrainingConfig,
     num_labels: int,
@@ -262,10 +273,9 @@ def build_model(
                 "model.normalisation is data, but this command has no data: choose another value"
             )
         scale = scale_of(split("train"))
-    task, smoothing = weighted_task(config.federated, task), config.augment.label_smoothing
     return ImageClassifier(
         backbone,
-        task=task.smoothed(smoothing) if smoothing else task,
+        task=weighted_task(config.federated, task),
         input_size=model.input_size,
         mean=scale.mean,
         std=scale.std,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from benchmarks.core.experiment import trained_task
 from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.predict.trained import Trained, network_of
@@ -49,8 +50,7 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
         experiment.run, runtime=dataclasses.replace(experiment.run.runtime, engine="stock")
     )
     RunDirectory(run, directory, file)  # refuses other data
-    smoothing, task = config.augment.label_smoothing, experiment.task_of(config, len(model.classes))
-    task = task.smoothed(smoothing) if smoothing else task
+    task = trained_task(config, experiment.task_of(config, len(model.classes)), model.classes)
     module = network_of(model.record, task, len(model.classes), config.model)
     kept = chosen.kept_names(module, federated.chosen_options)
     for path in (folder / "last.safetensors", *([folder / FILE] if kept else [])):

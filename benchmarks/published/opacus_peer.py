@@ -68,6 +68,7 @@ def check(config: TrainingConfig) -> None:
         ("model.random_features", config.model.random_features, None),
         ("augment.views", config.augment.views, None),
         ("augment.label_smoothing", config.augment.label_smoothing, 0.0),
+        ("loss.focal_gamma", config.loss.focal_gamma, 0.0),
         ("server.optimizer", server.optimizer, "sgd"),
         ("server.head_rate_factor", server.head_rate_factor, 1.0),
         ("local.num_epochs", local.num_epochs, 1),

@@ -86,7 +86,7 @@ class ClosedForm(Algorithm[Sums]):
         "local.final_learning_rate local.schedule_power local.schedule_factor "
         "local.max_grad_norm local.clip_by local.momentum local.weight_decay local.num_epochs "
         "local.straddle local.shuffle local.reshuffle local.virtual_size augment.views "
-        "augment.label_smoothing "
+        "augment.label_smoothing loss. "
         "federated.weighting federated.reweight federated.sampling federated.replacement"
     )
     sends: ClassVar[str] = "vector of sums"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.tasks import multi_label_scores as scores
+from pfl_ext.tasks.losses import PLAIN, TrainingLoss
 from pfl_ext.tasks.multi_label_scores import MultiLabelScores
 from pfl_ext.tasks.task import Task, WeightedTask
 
@@ -28,6 +28,14 @@ class MultiLabel(Task):
 
     headline = ("C-AP", "O-AP")
 
+    def __init__(self, loss: TrainingLoss = PLAIN) -> None:
+        self._loss = loss
+
+    def trained_by(self, loss: TrainingLoss) -> MultiLabel:
+        """The task with this loss; refuses label smoothing."""
+        loss.check_for_labels()
+        return type(self)(loss)
+
     @property
     def user_headline(self) -> str:
         """O-AP: in C-AP, all classes that a user lacks count 0."""
@@ -35,17 +43,16 @@ class MultiLabel(Task):
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[B]``, the mean over labels, from logits and targets ``[B, K]``."""
-        losses = F.binary_cross_entropy_with_logits(outputs.float(), targets.float(), reduction="none")
-        return losses.mean(1)
+        return self._loss.of_labels(outputs.float(), targets.float()).mean(1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The mean over all B x K at once."""
-        return F.binary_cross_entropy_with_logits(outputs.float(), targets.float())
+        return self._loss.of_labels(outputs.float(), targets.float()).mean()
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The binary cross-entropies, and the labels' probabilities ``[B, K]`` float32."""
         logits = outputs.float()
-        losses = F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none")
+        losses = PLAIN.of_labels(logits, targets.float())
         return losses.double().mean(1), self.predicted(outputs)
 
     def predicted(self, outputs: Tensor) -> Tensor:
@@ -74,7 +81,7 @@ class MultiLabel(Task):
 
     def reweighted(self) -> WeightedTask:
         """`WeightedMultiLabel`."""
-        return WeightedMultiLabel()
+        return WeightedMultiLabel(self._loss)
 
 
 class WeightedMultiLabel(WeightedTask, MultiLabel):
@@ -93,7 +100,7 @@ class WeightedMultiLabel(WeightedTask, MultiLabel):
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[B]``, the mean over labels of weight times binary cross-entropy; target 0 has no loss."""
-        losses = F.binary_cross_entropy_with_logits(outputs.float(), (targets > 0).float(), reduction="none")
+        losses = self._loss.of_labels(outputs.float(), (targets > 0).float())
         return (losses * targets.abs()).mean(1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

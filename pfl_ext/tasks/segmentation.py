@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pfl.metrics import MetricValue
 from torch import Tensor
 
 from dataset.arrays import ByteArray, Float32Array, FloatArray, IntArray
 from pfl_ext.data.transforms import Framing, gathered
+from pfl_ext.tasks.losses import PLAIN, TrainingLoss
 from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import Task, mean_of_known
 
@@ -29,28 +29,29 @@ DIGIT, DIGITS = 12, 5
 class Segmentation(Task):
     """Softmax cross-entropy of each pixel, and one confusion matrix over all images.
 
-    The loss of an image is the mean over its pixels that have a class. An image without such pixels has the
-    loss 0 and no gradient, but keeps its share of the batch, which does not depend on masks. Pixels of a
-    padded crop outside an image are void. Evaluation compares at the size of the network's input: the whole
-    image is resized to it, and the mask has the class at each pixel's centre.
+    The loss of an image is the sum over its pixels that have a class, over their number. An image without
+    such pixels has the loss 0 and no gradient, but keeps its share of the batch, which does not depend on
+    masks. Pixels of a padded crop outside an image are void. Evaluation compares at the size of the network's
+    input: the whole image is resized to it, and the mask has the class at each pixel's centre.
 
     Args:
         num_classes: C, at most 255.
-        label_smoothing: see `smoothed`.
+        loss: of a pixel.
     """
 
     headline = ("mIoU",)
     outputs = "pixels"
     scored_together = 16
 
-    def __init__(self, num_classes: int, label_smoothing: float = 0.0) -> None:
+    def __init__(self, num_classes: int, loss: TrainingLoss = PLAIN) -> None:
         if not 1 <= num_classes <= VOID:
             raise ValueError(f"num_classes is {num_classes}: a mask has 1 to {VOID} classes")
-        self.num_classes, self.label_smoothing = num_classes, label_smoothing
+        self.num_classes, self._loss = num_classes, loss
 
-    def smoothed(self, label_smoothing: float) -> Segmentation:
-        """The task with this share of each pixel's class spread over all classes."""
-        return Segmentation(self.num_classes, label_smoothing)
+    def trained_by(self, loss: TrainingLoss) -> Segmentation:
+        """The task with this loss; refuses options of labels that an image lacks."""
+        loss.check_for_classes()
+        return Segmentation(self.num_classes, loss)
 
     def collate(self, annotations: ByteArray) -> Tensor:
         """Masks ``[B, H, W]`` uint8, unchanged.
@@ -80,7 +81,7 @@ class Segmentation(Task):
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Losses ``[B]`` from logits ``[B, C, S, S]`` and masks ``[B, S, S]``."""
-        return _image_losses(outputs, targets, self.label_smoothing)
+        return _image_losses(outputs, targets, self._loss)
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The losses, and each image's counts ``[B, C, C + 1]`` int64 as in `Confusion`."""
@@ -91,7 +92,7 @@ class Segmentation(Task):
         cells = (images * self.num_classes + targets.long()) * width + guesses
         length = len(targets) * self.num_classes * width
         counts = torch.bincount(cells[known], minlength=length).view(len(targets), self.num_classes, width)
-        return _image_losses(outputs, targets).double(), counts
+        return _image_losses(outputs, targets, PLAIN).double(), counts
 
     def predicted(self, outputs: Tensor) -> Tensor:
         """The class of each pixel, ``[B, S, S]`` uint8."""
@@ -122,9 +123,8 @@ class Segmentation(Task):
         return columns if found.counts.any() else dict.fromkeys(columns, float("nan"))
 
 
-def _image_losses(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    words: dict[str, Any] = {"reduction": "none", "ignore_index": VOID, "label_smoothing": smoothing}
-    losses = F.cross_entropy(outputs.float(), targets.long(), **words)
+def _image_losses(outputs: Tensor, targets: Tensor, loss: TrainingLoss) -> Tensor:
+    losses = loss.of_classes(outputs.float(), targets.long(), VOID)
     return losses.sum((1, 2)) / (targets != VOID).sum((1, 2)).clamp(min=1)
 
 

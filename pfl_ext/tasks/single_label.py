@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from pfl.metrics import MetricValue
 from torch import Tensor
 
 from dataset.arrays import Float32Array, FloatArray, IntArray
+from pfl_ext.tasks.losses import PLAIN, TrainingLoss
 from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import WeightedTask
 
@@ -32,19 +32,20 @@ class SingleLabel(WeightedTask):
     score is accuracy.
 
     Args:
-        label_smoothing: see `smoothed`. A weight still multiplies its image's whole loss.
+        loss: of an image. A weight ``w_b`` still multiplies all of it.
     """
 
     headline = ("accuracy",)
     shares_of_images = ("accuracy",)
     exclusive = True
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
-        self.label_smoothing = label_smoothing
+    def __init__(self, loss: TrainingLoss = PLAIN) -> None:
+        self._loss = loss
 
-    def smoothed(self, label_smoothing: float) -> SingleLabel:
-        """The task with this share of each label spread over all classes."""
-        return SingleLabel(label_smoothing)
+    def trained_by(self, loss: TrainingLoss) -> SingleLabel:
+        """The task with this loss; refuses options of labels that an image lacks."""
+        loss.check_for_classes()
+        return SingleLabel(loss)
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets, unchanged; the shares are the weights over their sum."""
@@ -52,12 +53,12 @@ class SingleLabel(WeightedTask):
         return targets, weights / weights.sum()
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``-log softmax`` at the class, ``[B]``, without the weight, from logits and targets ``[B, K]``."""
-        return _cross_entropies(outputs, targets, self.label_smoothing)
+        """The loss at the class, ``[B]``, without the weight, from logits and targets ``[B, K]``."""
+        return self._loss.of_classes(outputs.float(), targets.argmax(1))
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The cross-entropies, and the likeliest classes ``[B]`` int64, `UNKNOWN` where a logit is NaN."""
-        losses = _cross_entropies(outputs, targets).double()
+        losses = PLAIN.of_classes(outputs.float(), targets.argmax(1)).double()
         return losses, torch.where(outputs.isnan().any(1), UNKNOWN, outputs.argmax(1))
 
     def predicted(self, outputs: Tensor) -> Tensor:
@@ -87,10 +88,6 @@ class SingleLabel(WeightedTask):
     def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> Float32Array:
         """The weight at the class of each image, 0 elsewhere."""
         return (annotations * weights).astype(np.float32)
-
-
-def _cross_entropies(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    return F.cross_entropy(outputs.float(), targets.argmax(1), reduction="none", label_smoothing=smoothing)
 
 
 class ClassCounts(MetricValue):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.data.transforms import Framing, cropped, resize
+from pfl_ext.tasks.losses import TrainingLoss
 
 Outputs = Literal["image", "pixels", "boxes"]
 """Kinds of a network's outputs: for a whole image, for each pixel, or for many places where a box may be."""
@@ -142,19 +143,15 @@ class Task(ABC):
         """The name of a column of `summarise` for people."""
         return column
 
-    def smoothed(self, label_smoothing: float) -> Task:
-        """This task with a share of each label spread over all classes in training; `scored` is without it.
-
-        With share a and K classes, the loss is the cross-entropy to the distribution with ``a / K`` at each
-        class and ``1 - a`` more at the label (Szegedy et al. 2016, arXiv 1512.00567, section 7;
-        ``label_smoothing`` of torch).
+    def trained_by(self, loss: TrainingLoss) -> Task:
+        """This task with another loss in training; `scored` is without it.
 
         Raises:
-            ValueError: when the task does not support this.
+            ValueError: when the task does not support this loss.
         """
         raise ValueError(
-            f"{type(self).__name__} has no classes that exclude each other, over which a label could be "
-            f"smoothed: set augment.label_smoothing, which is {label_smoothing:g}, to 0"
+            f"{type(self).__name__} has a loss of its own, which no option changes: leave "
+            "augment.label_smoothing and the keys of loss out"
         )
 
     def reweighted(self) -> WeightedTask:

@@ -22,6 +22,10 @@ YOUNGER = {
     "augment.views": None,
     "augment.label_smoothing": 0.0,
     "augment.cutout": None,
+    "loss.focal_gamma": 0.0,
+    "loss.absent_gamma": None,
+    "loss.absent_margin": 0.0,
+    "loss.class_weights": None,
     "centralised.warmup_epochs": 0,
     "centralised.warmup_learning_rate": 0.0,
     "model.normalisation": "imagenet",
@@ -62,7 +66,7 @@ YOUNGER = {
     **YOUNG_SCHEDULES,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
-YOUNG_SECTIONS = ("compression", "aggregation", "attack")
+YOUNG_SECTIONS = ("compression", "aggregation", "attack", "loss")
 """Sections that are younger than the first runs."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
 """The old name of a value, which the config.yaml of runs still has, and today's, by key."""

@@ -52,7 +52,7 @@ READING = "how images are read, not which"
 REPEATED = "checkpoints hold what was released; a round made again has the same noise: benchmarks.core.secret"
 WATCHING = "where lines and files go; what of them is covered, privacy.json says"
 
-MAPPINGS = ("options", "classes")
+MAPPINGS = ("options", "classes", "class_weights")
 """Last parts of the keys whose values have keys of their own."""
 
 
@@ -98,6 +98,10 @@ TABLE: Mapping[str, Rule] = {
     ),
     **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
     **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing cutout"),
+    **each(BEFORE_CLIPPING, "loss", "focal_gamma absent_gamma absent_margin"),
+    "loss.class_weights": only(
+        "they may have been counted on the same users' labels, without any noise", None
+    ),
     "augment.views": Rule(
         "which views an image has, and which a step takes, follows from the seed and the image's and its "
         "user's place; the user's update is clipped as one, however many views its images have"
@@ -261,7 +265,8 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
     rules = rules_for(type(config))
     unread = dict.fromkeys(config.federated.chosen.idle.split(), "")
     for key, value in dotted({**asdict(config), "runtime": asdict(runtime)}).items():
-        rule = rules.get(key) or rules.get(_declared(key))
+        row = key if key in rules else _declared(key)
+        rule = rules.get(row)
         if rule is None:
             raise ValueError(
                 f"{section} refuses {key}: nobody has argued in benchmarks/core/config/privacy_matrix.py "
@@ -270,7 +275,7 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
         if not rule.allows(section, value) and reason_for(key, unread) is None:
             words = " or ".join(as_word(v) for v in rule.allowed(section) or ())
             raise ValueError(
-                f"{section} refuses {key} = {as_word(value)} ({rule.argument}): set {key} to {words}"
+                f"{section} refuses {key} = {as_word(value)} ({rule.argument}): set {row} to {words}"
             )
 
 

@@ -32,6 +32,7 @@ from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from pfl_ext.registry import Registry
 from pfl_ext.schedules import LEAST, DecayConfig
+from pfl_ext.tasks.losses import LossConfig
 
 BENCHMARKS = Path(__file__).parents[2]
 Threads = Annotated[int, Field(ge=1, le=1024)]
@@ -281,6 +282,7 @@ class TrainingConfig:
     data: ImageConfig = field(default_factory=ImageConfig)
     model: ModelSection = field(default_factory=ModelSection)
     augment: AugmentSection = field(default_factory=AugmentSection)
+    loss: LossConfig = field(default_factory=LossConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerSection = field(default_factory=ServerSection)
     federated: FederatedConfig = field(default_factory=FederatedConfig)

@@ -144,5 +144,5 @@ def test_what_has_no_effect_or_no_meaning_is_one_line(words: list[str], message:
 def test_a_command_says_so_in_one_line(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("--augment.label_smoothing=0.1", code=2)
     line = error_line(capsys)
-    assert "MultiLabel has no classes that exclude each other" in line
+    assert "there are no classes that exclude each other" in line
     assert "set augment.label_smoothing, which is 0.1, to 0" in line

@@ -27,6 +27,7 @@ from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, metric_name, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
 from pfl_ext.rules import Rule
+from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.pfl_ext.engine.setting import (
@@ -102,7 +103,11 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(choice: str) -> None:
 
 
 LOCAL_TRAININGS: list[dict[str, Any]] = [
-    {"clipping": "none", "task": SingleLabel(label_smoothing=0.2)},
+    {"clipping": "none", "task": SingleLabel(TrainingLoss(label_smoothing=0.2))},
+    {
+        "clipping": "global",
+        "task": MultiLabel(TrainingLoss(focal_gamma=1, absent_gamma=4, absent_margin=0.05)),
+    },
     {"nova": True, "mu": 0.3},
     {"scaffold": ("II", "step"), "momentum": 0.5},
     {"dynamic": 0.3},

@@ -17,6 +17,7 @@ from torch import nn
 import pfl_ext.engine.cohort as module
 from pfl_ext.engine.lane import Lane
 from pfl_ext.privacy.mechanisms import Clipping
+from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.card import DEVICE, REAL, any_card, card, plain
 from tests.pfl_ext.engine.setting import (
@@ -43,7 +44,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "SCAFFOLD in the gradient": {"scaffold": ("II", "gradient")},
     "SCAFFOLD after the step": {"scaffold": ("II", "step")},
     "FedDyn": {"dynamic": 0.3},
-    "single label": {"task": SingleLabel(label_smoothing=0.1)},
+    "single label": {"task": SingleLabel(TrainingLoss(label_smoothing=0.1))},
 }
 
 

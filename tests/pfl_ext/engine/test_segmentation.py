@@ -12,6 +12,7 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.weights import IMAGENET
+from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.segmentation import VOID, Segmentation
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, norm, rounding_of, without_noise
 from tests.pfl_ext.samplings import local_sampling
@@ -62,11 +63,18 @@ def setting(case: str, **options: Any) -> Setting:
     return Setting(SIZES, sampling, store=Masks(SIZES), backbone=lambda: network(case), **{**STEP, **options})
 
 
-def test_smoothed_classes_of_pixels_are_learnt_alike_in_both_engines() -> None:
-    def smoothed() -> Setting:
-        return setting("head", task=TASK.smoothed(0.2))
+@pytest.mark.parametrize(
+    "loss",
+    [
+        TrainingLoss(label_smoothing=0.2),
+        TrainingLoss(focal_gamma=2, weights=torch.tensor([0.5, 2, 1])),
+    ],
+)
+def test_both_engines_learn_other_losses_of_pixels_alike(loss: TrainingLoss) -> None:
+    def focal() -> Setting:
+        return setting("head", task=TASK.trained_by(loss))
 
-    theirs, ours = smoothed().run(False)[0], smoothed().run(True, lanes=1)[0]
+    theirs, ours = focal().run(False)[0], focal().run(True, lanes=1)[0]
     assert distance(ours, theirs) <= ROUNDING
 
 

@@ -16,6 +16,7 @@ from torchmetrics.classification import (
 )
 
 from pfl_ext.data.transforms import Framing, cropped, draw_crops
+from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.segmentation import VOID, Confusion, Segmentation
 
 CLASSES = 5
@@ -54,7 +55,8 @@ def test_smoothed_losses_are_torchs_image_by_image_and_void_has_none(smoothing: 
     outputs, masks = made(3)
     outputs.requires_grad_(True)
     masks[2] = VOID
-    losses = TASK.smoothed(smoothing).image_losses(outputs, masks)
+    task = TASK.trained_by(TrainingLoss(label_smoothing=smoothing))
+    losses = task.image_losses(outputs, masks)
     for i in (0, 1, 3):
         theirs = F.cross_entropy(
             outputs[i : i + 1].double(), masks[i : i + 1].long(), ignore_index=VOID, label_smoothing=smoothing
@@ -66,7 +68,7 @@ def test_smoothed_losses_are_torchs_image_by_image_and_void_has_none(smoothing: 
     assert gradient.permute(0, 2, 3, 1)[masks != VOID].any(1).all()
     outputs = outputs.detach()
     assert not torch.equal(losses, TASK.image_losses(outputs, masks))
-    for smoothed, plain in zip(TASK.smoothed(smoothing).scored(outputs, masks), TASK.scored(outputs, masks)):
+    for smoothed, plain in zip(task.scored(outputs, masks), TASK.scored(outputs, masks)):
         assert torch.equal(smoothed, plain)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pfl_ext import evaluation
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.multi_label import MultiLabel, WeightedMultiLabel
 from pfl_ext.tasks.single_label import ClassCounts, SingleLabel
 from pfl_ext.tasks.task import Task
@@ -47,7 +48,7 @@ def test_smoothed_losses_are_torchs_and_scores_are_without(smoothing: float) -> 
     logits = 3 * torch.randn(7, CLASSES, generator=draw)
     labels = torch.arange(7) % CLASSES
     one_hot = nn.functional.one_hot(labels, CLASSES)
-    task = SingleLabel().smoothed(smoothing)
+    task = SingleLabel().trained_by(TrainingLoss(label_smoothing=smoothing))
     theirs = nn.functional.cross_entropy(logits.double(), labels, reduction="none", label_smoothing=smoothing)
     expected = theirs.numpy()
     assert task.image_losses(logits, one_hot).numpy() == pytest.approx(expected, rel=2.0**-20)
@@ -70,7 +71,7 @@ def test_smoothed_losses_are_torchs_and_scores_are_without(smoothing: float) -> 
 @pytest.mark.parametrize("task", [MultiLabel(), WeightedMultiLabel()])
 def test_labels_that_do_not_exclude_each_other_are_not_smoothed(task: Task) -> None:
     with pytest.raises(ValueError, match=r"set augment.label_smoothing, which is 0.1, to 0") as caught:
-        task.smoothed(0.1)
+        task.trained_by(TrainingLoss(label_smoothing=0.1))
     assert "\n" not in str(caught.value)
 
 

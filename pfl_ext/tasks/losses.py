@@ -1,0 +1,172 @@
+"""What is minimised in training besides plain cross-entropy: focal and asymmetric losses, weights of classes.
+
+Scores, and the loss among them, are plain: see `pfl_ext.tasks.task.Task.trained_by`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.configs import STRICT, Fraction
+
+Exponent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+LEAST = 1e-12
+"""Smallest number that is raised to a power; below it, the slope of a power under 1 is not finite."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class LossConfig:
+    """What training minimises for each label, or pixel; scores are plain cross-entropy."""
+
+    focal_gamma: Exponent = 0.0
+    """Focal loss: (1 - p)^gamma times the cross-entropy, with p the probability of what is true; 0: plain."""
+    absent_gamma: Exponent | None = None
+    """Asymmetric loss: gamma of the labels that an image lacks, for several labels; none: focal_gamma."""
+    absent_margin: Fraction = 0.0
+    """Asymmetric loss: by how much the probability of a label that an image lacks is lowered before."""
+    class_weights: Mapping[str, Weight] | None = None
+    """Factors of the loss by class, 1 if not given; with several labels, where the label is present."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingLoss:
+    """A `LossConfig` for known classes.
+
+    With p the predicted probability of what is true, w its class's weight and g = ``focal_gamma``, a label or
+    a pixel of one class out of several has the loss ``-w (1 - p)^g log p`` (Lin et al. 2017, arXiv
+    1708.02002, equation 5). A label that may be present or absent has ``-w (1 - q)^g log q`` if it is
+    present, and ``-r^a log(1 - r)`` if not, with q its probability, ``r = max(q - absent_margin, 0)`` and a =
+    ``absent_gamma`` (Ridnik et al. 2021, arXiv 2009.14119, equations 4 to 7).
+    """
+
+    focal_gamma: float = 0.0
+    absent_gamma: float | None = None
+    """None: ``focal_gamma``."""
+    absent_margin: float = 0.0
+    weights: Tensor | None = None
+    """``[K]`` float32, on the device of training; None: all are 1."""
+    label_smoothing: float = 0.0
+    """Share a of a label that is spread: the cross-entropy is to the distribution with ``a / K`` at each
+    class and ``1 - a`` more at the label (Szegedy et al. 2016, arXiv 1512.00567, section 7)."""
+
+    @classmethod
+    def of(cls, config: LossConfig, classes: Sequence[str], label_smoothing: float = 0.0) -> TrainingLoss:
+        """The loss of a config for the classes in the order of the network's outputs.
+
+        Raises:
+            ValueError: when a weight's class does not exist, or no class has any weight.
+        """
+        weights = None
+        if config.class_weights:
+            for name in config.class_weights:
+                if name not in classes:
+                    few = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+                    raise ValueError(
+                        f"loss.class_weights names the class {name!r}, which is not among the "
+                        f"{len(classes):,} of the data: {few}"
+                    )
+            values = [config.class_weights.get(name, 1.0) for name in classes]
+            if not any(values):
+                raise ValueError("loss.class_weights gives each class 0: nothing would be learnt")
+            weights = torch.tensor(values, dtype=torch.float32, device=get_default_device())
+        if config.focal_gamma and label_smoothing:
+            raise ValueError(
+                "loss.focal_gamma and augment.label_smoothing both say what the loss of a label is: set one "
+                "of them to 0"
+            )
+        return cls(config.focal_gamma, config.absent_gamma, config.absent_margin, weights, label_smoothing)
+
+    def check_for_classes(self) -> None:
+        """Refuse what only labels have that may be present or absent.
+
+        Raises:
+            ValueError: one line with the keys.
+        """
+        if self.is_asymmetric:
+            raise ValueError(
+                "loss.absent_gamma and loss.absent_margin are for labels that an image may lack, and here "
+                "each has exactly one class: leave them out"
+            )
+
+    def check_for_labels(self) -> None:
+        """Refuse what only classes have that exclude each other.
+
+        Raises:
+            ValueError: one line with the key.
+        """
+        if self.label_smoothing:
+            raise ValueError(
+                "an image may have several labels, so there are no classes that exclude each other, over "
+                f"which a label could be smoothed: set augment.label_smoothing, which is "
+                f"{self.label_smoothing:g}, to 0"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain cross-entropy."""
+        return not (self.is_asymmetric or self.focal_gamma or self.label_smoothing) and self.weights is None
+
+    @property
+    def is_asymmetric(self) -> bool:
+        """Whether absent labels are treated otherwise than present ones."""
+        return self.absent_gamma not in (None, self.focal_gamma) or self.absent_margin > 0
+
+    def of_classes(self, logits: Tensor, classes: Tensor, void: int = -100) -> Tensor:
+        """Losses of one class out of K.
+
+        Args:
+            logits: float32 ``[B, K, ...]``.
+            classes: class numbers ``[B, ...]`` int64, or ``void``, where the loss is 0.
+
+        Returns:
+            ``[B, ...]``.
+        """
+        if not self.focal_gamma:
+            return F.cross_entropy(
+                logits,
+                classes,
+                self.weights,
+                ignore_index=void,
+                reduction="none",
+                label_smoothing=self.label_smoothing,
+            )
+        plain = F.cross_entropy(logits, classes, ignore_index=void, reduction="none")
+        losses = _power(-torch.expm1(-plain), self.focal_gamma) * plain
+        if self.weights is None:
+            return losses
+        return losses * self.weights[classes.where(classes != void, 0)]
+
+    def of_labels(self, logits: Tensor, present: Tensor) -> Tensor:
+        """Losses ``[B, K]`` of labels of which each is present (1) or not (0), from ``[B, K]`` float32."""
+        absent = self.focal_gamma if self.absent_gamma is None else self.absent_gamma
+        if not (self.focal_gamma or absent or self.absent_margin):
+            return F.binary_cross_entropy_with_logits(
+                logits, present, reduction="none", pos_weight=self.weights
+            )
+        there = -_power(torch.sigmoid(-logits), self.focal_gamma) * F.logsigmoid(logits)
+        if self.weights is not None:
+            there = there * self.weights
+        lowered = torch.sigmoid(logits) - self.absent_margin
+        rest = F.logsigmoid(-logits)
+        if self.absent_margin:
+            rest = torch.where(lowered > 0, torch.log(1 - lowered.clamp(min=0)), 0.0)
+        lacking = -_power(lowered, absent) * rest
+        return torch.where(present > 0, there, lacking)
+
+
+def _power(base: Tensor, exponent: float) -> Tensor | float:
+    """``base ** exponent``, with a finite slope everywhere."""
+    return base.clamp(min=LEAST) ** exponent if exponent else 1.0
+
+
+PLAIN = TrainingLoss()
