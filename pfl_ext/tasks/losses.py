@@ -35,7 +35,7 @@ class LossConfig:
     absent_margin: Fraction = 0.0
     """Asymmetric loss: by how much the probability of a label that an image lacks is lowered before."""
     class_weights: Mapping[str, Weight] | None = None
-    """Factors of the loss by class, 1 if not given; with several labels, where the label is present."""
+    """Factors by class (--loss.class_weights.road=2), else 1; with several labels, where it is present."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
