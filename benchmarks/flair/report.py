@@ -169,7 +169,7 @@ def _explanation(report: Report) -> list[str]:
         )
     if any(row.comparable and row.expects_more for row in report.rows):
         lines.append(
-            "Private rows may come out above the paper's, whose code adds 2.9 times the noise of its budget."
+            "Private rows may come out above the paper's, whose code adds 3.1 times our noise for its budget."
         )
     origins = [_origin(row.label, run) for row in report.rows for run in row.runs]
     table = markdown_table(list(origins[0]), [list(origin.values()) for origin in origins])

@@ -135,7 +135,7 @@ class Row:
 
     @property
     def expects_more(self) -> bool:
-        """A private row with the noise that its budget needs: the paper's code adds 2.9 times as much."""
+        """A private row with the noise that its budget needs: the paper's code adds 3.1 times as much."""
         privacy = self.runs[0].config.privacy
         return privacy is not None and privacy.noise == "calibrated"
 

@@ -68,7 +68,7 @@ class SecureSumOptions:
     drop_out: Fraction = 0.0
     """Share of the users, rounded down, whose update is lost after they shared their keys."""
     colluding: Annotated[int, Field(ge=1)] | None = None
-    """T, the number of users who, even together with the server, learn nothing of others; none: the most."""
+    """T, users who, even with the server, learn nothing of others; none: most with which half may be lost."""
 
 
 class SecureSum(ServerModelAlgorithm):

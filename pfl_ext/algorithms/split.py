@@ -108,7 +108,7 @@ class Split(Algorithm[SplitState]):
         options, module = setup.options, setup.module
         if not all(p.requires_grad for p in module.backbone.parameters()):
             raise ValueError(
-                "split trains all layers: set model.trained to all, and model.random_features to none"
+                "split trains all layers: set model.trained to all"
             )
         if setup.clips_all:
             raise ValueError(
