@@ -149,9 +149,7 @@ class FedGKT(Algorithm[GKTState]):
         """
         module, users, n = setup.module, setup.users, setup.cohort_size
         if not all(p.requires_grad for p in module.backbone.parameters()):
-            raise ValueError(
-                "fedgkt trains all layers: set model.trained to all"
-            )
+            raise ValueError("fedgkt trains all layers: set model.trained to all")
         if not module.task.exclusive:
             raise ValueError("fedgkt needs exactly one label for each image: choose another algorithm")
         if users.sampling.keys:

@@ -107,9 +107,7 @@ class Split(Algorithm[SplitState]):
         """
         options, module = setup.options, setup.module
         if not all(p.requires_grad for p in module.backbone.parameters()):
-            raise ValueError(
-                "split trains all layers: set model.trained to all"
-            )
+            raise ValueError("split trains all layers: set model.trained to all")
         if setup.clips_all:
             raise ValueError(
                 "split cannot compute the norm of all gradients together, because neither side has all "

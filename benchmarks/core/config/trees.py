@@ -146,6 +146,8 @@ def _explain(fault: Any, kind: Any, prefix: str) -> str:
         return str(fault["ctx"]["error"])
     if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
         return f"{name} is missing"
+    if fault["type"] in ("dict_type", "mapping_type", "dataclass_type"):
+        return f"{name} is {fault['input']!r}, but has keys of its own: give {name}.KEY=VALUE"
     if fault["type"] != "unexpected_keyword_argument":
         return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
     for section in fault["loc"][:-1]:

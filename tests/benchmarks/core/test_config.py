@@ -156,7 +156,11 @@ def test_every_field_has_a_description_of_one_line_which_help_shows(
         (["--local.batch_size=2.5"], "local.batch_size is '2.5'"),
         (["--local.batch_size=0"], "local.batch_size is '0': input should be greater than 0"),
         (["--server.optimizer=adm"], "server.optimizer is 'adm': choose one of adagrad, adam, sgd, yogi"),
-        (["--local=3"], "local is '3'"),
+        (["--local=3"], "local is '3', but has keys of its own: give local.KEY=VALUE"),
+        (
+            ["--loss.class_weights=3"],
+            "class_weights is '3', but has keys of its own: give loss.class_weights",
+        ),
         (["--local=3", "--local.batch_size=3"], "--local has already been given a value"),
         (["--seed=-1"], "seed is '-1'"),
         (["--server.learning_rate=nan"], "server.learning_rate is 'nan'"),
