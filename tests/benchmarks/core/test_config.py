@@ -159,7 +159,7 @@ def test_every_field_has_a_description_of_one_line_which_help_shows(
         (["--local=3"], "local is '3', but has keys of its own: give local.KEY=VALUE"),
         (
             ["--loss.class_weights=3"],
-            "class_weights is '3', but has keys of its own: give loss.class_weights",
+            "class_weights is '3', but has keys of its own: give loss.class",
         ),
         (["--local=3", "--local.batch_size=3"], "--local has already been given a value"),
         (["--seed=-1"], "seed is '-1'"),
