@@ -33,7 +33,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from benchmarks.core.commands import command_parser
 from benchmarks.core.execute import pfl_device
 from benchmarks.predict.personal import own_model
-from benchmarks.predict.trained import Trained, read_pixels, trained
+from benchmarks.predict.trained import Trained, read_image, trained
 from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, mask_places
 from dataset.arrays import IntArray
 from dataset.cli import input_file, output_file, output_folder
@@ -126,9 +126,9 @@ def _of_files(model: Trained, files: Mapping[Path, Path], size: int) -> Iterator
     while batch := list(itertools.islice(left, size)):
         shown, pixels = [], []
         for path, place in batch:
-            image = read_pixels(path)
-            shown.append(Shown(str(path), place, image.shape[:2]))
-            pixels.append(model.resized(image))
+            image, size_of_file = read_image(path, model.image_size)
+            shown.append(Shown(str(path), place, size_of_file))
+            pixels.append(image)
         yield shown, torch.from_numpy(np.stack(pixels))
 
 

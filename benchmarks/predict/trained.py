@@ -88,12 +88,8 @@ class Trained:
         Raises:
             ValueError: for a file that is no such image; the message names it.
         """
-        each = [self.resized(read_pixels(Path(path))) for path in paths]
+        each = [read_image(Path(path), self.image_size)[0] for path in paths]
         return torch.from_numpy(np.stack(each)) if each else torch.empty((0, 0, 0, 3), dtype=torch.uint8)
-
-    def resized(self, pixels: ByteArray) -> ByteArray:
-        """One image ``[H, W, 3]`` at the side at which the run read its images."""
-        return stored_images.resized(pixels, self.image_size)
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:
@@ -107,8 +103,10 @@ class Trained:
         return self.task.predicted(self.network(images.to(self.network.mean.device)).float())
 
 
-def read_pixels(path: Path) -> ByteArray:
-    """An image file as RGB ``[H, W, 3]``; transparent images are laid over white.
+def read_image(path: Path, side: int) -> tuple[ByteArray, tuple[int, int]]:
+    """An image file as RGB ``[S, S, 3]``, decoded as a data file's images are, and its own height and width.
+
+    Transparent images are laid over white.
 
     Raises:
         ValueError: when it is no image; the message names the file.
@@ -116,9 +114,10 @@ def read_pixels(path: Path) -> ByteArray:
     try:
         data = path.read_bytes()
         if stored_images.other_format(data) is None:
-            stored_images.jpeg_size(data)  # says what is wrong with another file
-            return stored_images.decode(data, None)
-        return stored_images.to_pixels(data, "white")[0]
+            width, height = stored_images.jpeg_size(data)  # says what is wrong with another file
+            return stored_images.decode(data, side), (height, width)
+        pixels = stored_images.to_pixels(data, "white")[0]
+        return stored_images.resized(pixels, side), pixels.shape[:2]
     except OSError as fault:
         raise ValueError(f"{path} cannot be read: {fault.strerror}") from None
     except ValueError as fault:

@@ -21,8 +21,10 @@ from benchmarks.fedcv.detection.train import main as detect
 from benchmarks.fedcv.segmentation.train import main as segment
 from benchmarks.predict import trained
 from benchmarks.predict.__main__ import main
+from benchmarks.predict.trained import read_image
 from benchmarks.visual_classification.train import main as classify
 from dataset.cli import run
+from dataset.convert.__main__ import main as convert
 from dataset.flair.mini import write_mini
 from dataset.flair.mini_outlines import write_boxed, write_masked
 from dataset.store.box_view import BoxView
@@ -108,6 +110,27 @@ def test_image_files_are_read_as_the_run_read_its_images(labelled: Path, tmp_pat
     assert [Path(row["image"]).name for row in of_files] == ["a.png", "b.png", "c.PNG"]
     assert list(of_files[0]) == ["image", "predicted", *names]
     np.testing.assert_allclose(numbers(of_files, names), numbers(of_split, names), rtol=1e-5)
+
+
+def test_jpegs_are_decoded_as_those_of_a_data_file(tmp_path: Path) -> None:
+    """Large ones at a fraction of their size, which moves pixels."""
+    rng, files = np.random.default_rng(0), []
+    for number, size in enumerate([(64, 64), (70, 200), (300, 130)]):
+        files.append(tmp_path / "photos" / "train" / "ann" / "cat" / f"{number}.jpg")
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (*size[::-1], 3), np.uint8)
+        Image.fromarray(pixels).resize(size).save(files[-1], quality=90)
+    words = ["folder", "--images", str(tmp_path / "photos"), "--output_file", str(tmp_path / "d.hdf5")]
+    assert run(convert, words) == 0
+    with DataFile(tmp_path / "d.hdf5") as file:
+        stored = file.read_images("train", np.arange(3), 16)
+        ids = file.split("train").image_ids
+    for image, name in zip(stored, ids, strict=True):
+        (path,) = [file for file in files if file.stem == Path(name).stem]
+        found, size = read_image(path, 16)
+        assert np.array_equal(found, image)
+        with Image.open(path) as opened:
+            assert size == opened.size[::-1]
 
 
 def test_a_class_an_image_and_the_scale_of_the_data(tmp_path: Path) -> None:
