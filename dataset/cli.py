@@ -12,6 +12,7 @@ stops.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import shlex
@@ -23,13 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from dataset import process
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-RESUMABLE = 75
-"""Exit code (EX_TEMPFAIL of sysexits.h): a signal stopped it; the work is kept, and it can continue."""
+SIGNALS, RESUMABLE = process.SIGNALS, process.RESUMABLE
 CLOSED_PIPE = 128 + signal.SIGPIPE
 MAX_LINE = 1600
 MAX_NAME_BYTES = 200
@@ -56,7 +55,12 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
 
 
 def _code(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
-    sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
+    for name, kind in (("stdout", Output), ("stderr", Remarks)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, _nowhere())
+        elif stream is getattr(sys, f"__{name}__"):  # of a command's own process, and not replaced already
+            setattr(sys, name, _text(kind, stream))
     try:
         try:
             with raised():
@@ -94,10 +98,52 @@ def _unread() -> bool:
     poll.register(output, 0)
     if not poll.poll(0):
         return False
+    _drop(output)
+    return True
+
+
+def _drop(output: int) -> None:
+    """Drop what is still written to this file."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, output)
     os.close(nowhere)
-    return True
+
+
+class Output(io.FileIO):
+    """Standard output; an error says that it is the one that cannot be written, and what follows is dropped.
+
+    A reader that is gone remains a BrokenPipeError.
+    """
+
+    def write(self, data: Any, /) -> int | None:  # type: ignore[override]  # None: as FileIO, it would wait
+        """Write bytes; the number of those that were written."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as fault:
+            _drop(self.fileno())
+            raise OSError(f"standard output cannot be written: {fault.strerror}") from None
+
+
+class Remarks(io.FileIO):
+    """Standard error: progress and remarks, which are dropped where they cannot be written; work goes on."""
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes, or drop them."""
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            _drop(self.fileno())
+            return len(data)
+
+
+def _text(kind: type[io.FileIO], stream: io.TextIOWrapper) -> TextIO:
+    """A text stream to the same place that writes by this kind; what its encoding lacks becomes an escape."""
+    stream.flush()
+    raw = io.BufferedWriter(kind(stream.fileno(), "w", closefd=False))
+    lines = stream.line_buffering or stream.write_through
+    return io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=lines)
 
 
 def _line(text: str) -> str:

@@ -48,6 +48,45 @@ def test_a_command_with_a_closed_stream_comes_to_its_end(closed: str, words: lis
     assert subprocess.run(shell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == code
 
 
+REMARKS = """
+from dataset.cli import run; import sys
+def main(argv):
+    for number in range(9999): print("remark", number, file=sys.stderr)
+    print("the result \xb1")
+    if argv: raise ValueError(argv[0])
+sys.exit(10 + run(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full disk", "no reader"])
+@pytest.mark.parametrize("words, code", [([], 10), (["a mistake"], 12)])
+def test_remarks_that_cannot_be_written_do_not_end_the_work(full: bool, words: list[str], code: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        with Path("/dev/full").open("w") as device:
+            error = device.fileno() if full else writing
+            command = [sys.executable, "-c", REMARKS, *words]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=error, text=True)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stdout) == (code, "the result \xb1\n")
+
+
+def test_output_that_cannot_be_written_is_an_error_that_says_so() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", CLOSED], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 12
+    said = done.stderr.removeprefix("a line\n")  # missing with PYTHONUNBUFFERED, where the first print fails
+    assert said == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_characters_that_the_output_lacks_are_escapes() -> None:
+    words, ascii_only = [sys.executable, "-c", REMARKS], {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, text=True, env=ascii_only)
+    assert (done.returncode, done.stdout) == (10, "the result \\xb1\n")
+
+
 def test_another_broken_pipe_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     def main(argv: Sequence[str]) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dataset import process
+
 ROOT = Path(__file__).parents[2]
 COMMAND = """
 import atexit, gc, sys
@@ -38,10 +40,12 @@ sys.exit(run(main, sys.argv[1:]))
 """
 
 
-def ended(body: str, output: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+def ended(body: str) -> subprocess.CompletedProcess[str]:
     """A process whose command calls another one, which fails, and then does this."""
     command = [sys.executable, "-E", "-c", COMMAND.replace("BODY", body)]  # as PYTHONUNBUFFERED may be set
-    return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,11 +74,22 @@ def test_what_is_no_command_s_end_is_pythons_own(body: str, code: int, said: str
     assert said in done.stderr
 
 
-def test_output_that_cannot_be_written_at_the_end_is_pythons_to_say() -> None:
-    with Path("/dev/full").open("w") as full:
-        done = ended("pass", full.fileno())
-    assert done.returncode == 120, "Python's own, where it cannot write the rest"
-    assert "No space left on device" in done.stderr
+@pytest.mark.parametrize("number", process.SIGNALS)
+def test_a_signal_during_the_imports_ends_it_as_one_does_later(number: int) -> None:
+    code = (
+        f"import os; from dataset.process import begin; begin(); os.kill(os.getpid(), {int(number)}); 1 / 0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == process.RESUMABLE
+    assert done.stderr == f"stopped by {number.name}; run the same command again to continue\n"
+
+
+def test_after_the_imports_signals_do_what_they_did() -> None:
+    code = (
+        "import signal; from dataset import process; old = signal.getsignal(15); process.begin(); "
+        "assert signal.getsignal(15) != old; process.imported(); assert signal.getsignal(15) == old"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_a_training_command_is_such_a_process_and_an_import_is_none() -> None:
