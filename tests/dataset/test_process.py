@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +44,7 @@ sys.exit(run(main, sys.argv[1:]))
 def ended(body: str) -> subprocess.CompletedProcess[str]:
     """A process whose command calls another one, which fails, and then does this."""
     command = [sys.executable, "-E", "-c", COMMAND.replace("BODY", body)]  # as PYTHONUNBUFFERED may be set
-    return subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,8 @@ def test_what_is_no_command_s_end_is_pythons_own(body: str, code: int, said: str
 
 
 @pytest.mark.parametrize("number", process.SIGNALS)
-def test_a_signal_during_the_imports_ends_it_as_one_does_later(number: int) -> None:
-    code = (
-        f"import os; from dataset.process import begin; begin(); os.kill(os.getpid(), {int(number)}); 1 / 0"
-    )
+def test_a_signal_during_the_imports_ends_it_as_one_does_later(number: signal.Signals) -> None:
+    code = f"import os; from dataset import process; process.begin(); os.kill(os.getpid(), {number:d})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == process.RESUMABLE
     assert done.stderr == f"stopped by {number.name}; run the same command again to continue\n"
