@@ -73,7 +73,7 @@ FAIRNESS = (
 def _page(
     comparison: Comparison, found: Sequence[charts.Chart], target: float | None, crossing: Crossed | None
 ) -> str:
-    labels = [group.label for group in comparison.groups]
+    labels = comparison.labels
     names = [charts.key(place, tables.breakable(label)) for place, label in enumerate(labels)]
     legend = tag("ul", *(tag("li", name) for name in names), class_="legend")
     drawn = tag("div", *(charts.svg(chart, labels) for chart in found), class_="charts")
@@ -108,7 +108,7 @@ def _page(
 
 def title_of(comparison: Comparison) -> str:
     """``Compared: fedavg and dsgd``."""
-    labels = [group.label for group in comparison.groups]
+    labels = comparison.labels
     listed = ", ".join(labels[:-1]) + (" and " if labels[:-1] else "") + labels[-1]
     return f"Compared: {listed}" if len(labels) <= 4 else f"{len(labels)} groups of runs compared"
 
@@ -133,7 +133,7 @@ def _named(comparison: Comparison, crossing: Crossed | None, path: Path) -> tupl
     names = {str(label): name for label, name in read_yaml(input_file("--names", path)).items()}
     if bad := [label for label, name in names.items() if not (isinstance(name, str) and name.strip())]:
         raise ValueError(f"--names {path}: the name of {bad[0]!r} is not text; put it in quotes")
-    labels = [group.label for group in comparison.groups]
+    labels = comparison.labels
     labels += [] if crossing is None else [*crossing.rows, *crossing.columns]
     if unknown := [label for label in names if label not in labels]:
         known = "; ".join(dict.fromkeys(labels))
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
         written.append(folder / "crossed.tex")
         write_bytes(written[-1], latex_crossed(comparison, crossing, command).encode())
     if found:
-        labels = [group.label for group in comparison.groups]
+        labels = comparison.labels
         charts.png(found, labels, folder / "compare.png")
         single = [path for chart in found for path in charts.single(chart, labels, folder / "charts")]
         written += [folder / "compare.png", *single]

@@ -72,7 +72,7 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
             columns.append(Column(written(head), [texts.get(row, "--") for row in range(len(table.rows))]))
         said = [escaped(f"{name} on test (%)."), table.in_words(written)]
         said += _marks_in_words(comparison.groups, columns)
-        text += booktabs(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
+        text += booktabs(columns, said, "-".join(re.findall("[a-z0-9]+", name.lower())))
     return text
 
 

@@ -44,7 +44,7 @@ from benchmarks.reporting.plots import (
     violin_legend,
     violins,
 )
-from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole
+from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole, statements_of
 from dataset.arrays import FloatArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.annotations import LabelMatrix
@@ -280,7 +280,7 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
         sisters = [other for other in found if _noise_cohort(other) == cohort]
         at = cohort * 1.06 ** (sisters.index(row) - (len(sisters) - 1) / 2)
         last = scores[:, -1]
-        signal = np.array([_signal_to_noise(run.privacy) for run in row.runs if run.privacy is not None])
+        signal = np.array([*map(_signal_to_noise, statements_of(row.runs))])
         for axes, values in ((ends, last), (ratios, signal)):
             spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
             axes.errorbar([at], [values.mean()], yerr=spread if len(values) > 1 else None, capsize=3, **style)

@@ -297,6 +297,11 @@ def _epsilon(value: float | str | None) -> float:
     return math.inf if value is None or value == "infinite" else float(value)
 
 
+def statements_of(runs: Iterable[RunRecord]) -> list[Tree]:
+    """The ``privacy.json`` of each of these runs that has one."""
+    return [run.privacy for run in runs if run.privacy is not None]
+
+
 def unprotected(statements: Sequence[Tree]) -> str:
     """That the noise of runs of a group can be subtracted, of how many where not of all; empty if of none.
 
