@@ -111,13 +111,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
-    found = results(train(draw=True, name="drawn"))
+    directory = train(draw=True)
+    found = results(directory)
     known = [value for value in found["per_class_iou"].values() if value is not None]
     assert list(found["per_class_iou"]) == list(CLASSES)
     assert found["test"]["mIoU"] == pytest.approx(np.mean(known))
     assert found["partition"]["users"] == 8
     for picture in ("masks", "per_class_iou", "per_user", "training_curve"):
-        assert (train(name="drawn") / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+        assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_test_users_are_scored_one_by_one_if_asked_for(
