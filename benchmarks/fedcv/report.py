@@ -27,7 +27,14 @@ from benchmarks.fedcv.paper import ACCURACY, DATA
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation
 from benchmarks.reporting import single_users
 from benchmarks.reporting.folders import finished_runs
-from benchmarks.reporting.runs import RunOfAnother, RunRecord, by_experiment, finished_run, split_duplicates
+from benchmarks.reporting.runs import (
+    RunOfAnother,
+    RunRecord,
+    by_experiment,
+    finished_run,
+    origins,
+    split_duplicates,
+)
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification.config import VISION
 from dataset.cli import run as run_command
@@ -144,8 +151,6 @@ def main(argv: Sequence[str]) -> None:
         for group, row in zip(groups, rows)
         for line in single_users.rows(row[0], group, tasks[group[0].directory].headline[0])
     ]
-    hardware = sorted({str(run.outcome["hardware"]) for run in runs})
-    commits = sorted({str(run.outcome["commit"])[:7] for run in runs})
     text = "\n".join(
         [
             "# FedCV's tasks",
@@ -154,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
             "",
             *single_users.section(of_users),
             *section("Not the setting as it is shipped:", apart),
-            f"Hardware: {'; '.join(hardware)}. Commits: {', '.join(commits)}.",
+            origins(runs),
             "",
             *section("Left out:", left_out),
         ]

@@ -24,7 +24,7 @@ from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
 from benchmarks.reporting.folders import finished_runs
-from benchmarks.reporting.runs import RunRecord, by_experiment, split_duplicates
+from benchmarks.reporting.runs import RunRecord, by_experiment, origins, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import VISION, Config
@@ -170,8 +170,6 @@ def markdown(
     }
     alphas = [f"{partition}: {clause}" for partition, clause in clauses.items() if clause]
     apart = [f"{row.label}, {row.partition}: {'; '.join(row.reasons)}" for row in rows if row.reasons]
-    machines = sorted({str(run.outcome["hardware"]) for row in rows for run in row.runs})
-    commits = sorted({str(run.outcome["commit"])[:7] for row in rows for run in row.runs})
     text = [
         "# Federated visual classification",
         "",
@@ -180,7 +178,7 @@ def markdown(
         *single_users.section(users_of(rows)),
         *section("Dirichlet's alpha:", alphas),
         *section("Not comparable with the paper:", apart),
-        f"Hardware: {'; '.join(machines)}. Commits: {', '.join(commits)}.",
+        origins([run for row in rows for run in row.runs]),
         "",
         "Accuracy in percent over the rounds is that of the split `data.scored`; `best` is the greatest of "
         "them: on test it says what a run reached, and is no result of a model that was chosen.",
