@@ -33,6 +33,7 @@ from benchmarks.compare.latex import latex, latex_classes, latex_crossed
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
+from benchmarks.reporting.tables import write_texts
 from dataset import pages
 from dataset.cli import input_file, output_folder
 from dataset.cli import run as run_command
@@ -170,17 +171,15 @@ def main(argv: Sequence[str]) -> None:
         comparison, crossing = _named(comparison, crossing, options.names)
     found = charts.charts(comparison)
     replaced = _of_an_earlier_one(folder)
-    written = [folder / "compare.html", folder / "compare.csv", folder / "table.tex"]
-    pages.write(written[0], _page(comparison, found, options.target, crossing))
-    write_bytes(written[1], tables.csv(comparison).encode())
-    command = shlex.join(["python", "-m", "benchmarks.compare", *argv])
-    write_bytes(written[2], latex(comparison, command).encode())
-    if classes := latex_classes(comparison, command):
-        written.append(folder / "classes.tex")
-        write_bytes(written[-1], classes.encode())
-    if crossing is not None:
-        written.append(folder / "crossed.tex")
-        write_bytes(written[-1], latex_crossed(comparison, crossing, command).encode())
+    page, command = folder / "compare.html", shlex.join(["python", "-m", "benchmarks.compare", *argv])
+    pages.write(page, _page(comparison, found, options.target, crossing))
+    texts = {
+        "compare.csv": tables.csv(comparison),
+        "table.tex": latex(comparison, command),
+        "classes.tex": latex_classes(comparison, command),
+        "crossed.tex": "" if crossing is None else latex_crossed(comparison, crossing, command),
+    }
+    written = [page, *write_texts(folder, texts)]
     if found:
         labels = comparison.labels
         charts.png(found, labels, folder / "compare.png")

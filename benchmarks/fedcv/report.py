@@ -35,10 +35,9 @@ from benchmarks.reporting.runs import (
     origins,
     split_duplicates,
 )
-from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
+from benchmarks.reporting.tables import csv_table, markdown_table, section, spread, write_texts
 from benchmarks.visual_classification.config import VISION
 from dataset.cli import run as run_command
-from dataset.files import write_bytes
 
 TASKS: Sequence[type[Experiment[Any]]] = (FederatedClassification, FederatedSegmentation, FederatedDetection)
 HEADS = (
@@ -164,12 +163,8 @@ def main(argv: Sequence[str]) -> None:
             *section("Left out:", left_out),
         ]
     )
-    written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
-    write_bytes(written[0], f"{text.rstrip()}\n".encode())
-    write_bytes(written[1], csv_table(HEADS, rows).encode())
-    if of_users:
-        written.append(options.output_dir / "users.csv")
-        write_bytes(written[-1], single_users.csv(of_users).encode())
+    texts = {"report.md": f"{text.rstrip()}\n", "report.csv": csv_table(HEADS, rows)}
+    written = write_texts(options.output_dir, {**texts, "users.csv": single_users.csv(of_users)})
     print(text)
     print(f"written: {', '.join(map(str, written))}")
 

@@ -24,9 +24,8 @@ from benchmarks.flair.table import Cell, Row, classes_without_positives, make_ro
 from benchmarks.reporting import single_users
 from benchmarks.reporting.folders import find_runs
 from benchmarks.reporting.runs import RunRecord, read_run, split_duplicates
-from benchmarks.reporting.tables import csv_table, markdown_table, section
+from benchmarks.reporting.tables import csv_table, markdown_table, section, write_texts
 from dataset.cli import run as run_command
-from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS, EXACT
 
 CSV_FIELDS = (
@@ -329,8 +328,7 @@ def write(run_dirs: Sequence[Path], output_dir: Path | None, kind: str = "markdo
     report = collect(run_dirs)
     print(WRITERS[kind][0](report), end="")
     if output_dir is not None:
-        for writer, suffix in WRITERS.values():
-            write_bytes(output_dir / f"table1.{suffix}", writer(report).encode())
+        write_texts(output_dir, {f"table1.{suffix}": writer(report) for writer, suffix in WRITERS.values()})
     return report
 
 

@@ -25,12 +25,11 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
 from benchmarks.reporting.folders import finished_runs
 from benchmarks.reporting.runs import RunRecord, by_experiment, origins, split_duplicates
-from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
+from benchmarks.reporting.tables import csv_table, markdown_table, section, spread, write_texts
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import VISION, Config
 from benchmarks.visual_classification.curves import Row, place, read_finished
 from dataset.cli import run as run_command
-from dataset.files import write_bytes
 from dataset.store.index import meaning
 
 NAMED = "federated.algorithm "
@@ -210,12 +209,9 @@ def main(argv: Sequence[str]) -> None:
     rows = make_rows(runs, centralised)
     text = markdown(rows, left_out, options.rounds, options.batches)
     table = [cells(row, options.rounds, options.batches) for row in rows]
-    written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
-    write_bytes(written[0], text.encode())
-    write_bytes(written[1], csv_table(list(table[0]), [list(line.values()) for line in table]).encode())
-    if of_users := users_of(rows):
-        written.append(options.output_dir / "users.csv")
-        write_bytes(written[-1], single_users.csv(of_users).encode())
+    as_csv = csv_table(list(table[0]), [list(line.values()) for line in table])
+    texts = {"report.md": text, "report.csv": as_csv, "users.csv": single_users.csv(users_of(rows))}
+    written = write_texts(options.output_dir, texts)
     written += figures.draw_all(rows, options.output_dir)
     print(text)
     print(f"written: {', '.join(map(str, written))}")
