@@ -116,16 +116,20 @@ def section_in(hint: Any) -> Any:
     return next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
 
 
-@cache
 def leaves(kind: Any, prefix: str = "") -> tuple[Leaf, ...]:
     """Every key of a config's type, those of sections that may be absent among them."""
+    return _leaves(kind, prefix)
+
+
+@cache
+def _leaves(kind: Any, prefix: str) -> tuple[Leaf, ...]:
     hints, out = get_type_hints(kind), list[Leaf]()
     for item in dataclasses.fields(kind):
         key, section = prefix + item.name, section_in(hints[item.name])
         if section is None:
             out.append(Leaf(key, hints[item.name], item.metadata))
         else:
-            inner = leaves(section, f"{key}.")
+            inner = _leaves(section, f"{key}.")
             out += [leaf._replace(metadata={**leaf.metadata, **item.metadata}) for leaf in inner]
     return tuple(out)
 
