@@ -93,13 +93,6 @@ def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No picture is written beside the page, which has charts of its own."""
-    monkeypatch.setattr("benchmarks.compare.charts.png", lambda *_: None)
-    monkeypatch.setattr("benchmarks.compare.charts.single", lambda *_: ())
-
-
 @pytest.fixture(scope="module")
 def page(out: Path) -> Page:
     return check((out / "compare.html").read_text())
