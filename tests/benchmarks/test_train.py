@@ -26,7 +26,7 @@ from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.tasks.multi_label_scores import COLUMNS
-from tests.benchmarks.conftest import RESNET18, SMALL, Refused, Train, killed_at, train_into
+from tests.benchmarks.conftest import ONE_ROUND, RESNET18, SMALL, Refused, Train, killed_at, train_into
 from tests.benchmarks.moved import LUCK, Scored, inexact, watched
 from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
 
@@ -285,7 +285,8 @@ def test_fine_tuning_starts_from_a_local_weights_file_and_freezes_statistics(
             module.running_mean.fill_(0.01)  # type: ignore[union-attr]
             module.running_var.fill_(1.5)  # type: ignore[union-attr]
     torch.save(network.state_dict(), tmp_path / "imagenet.pth")
-    directory = train(*RESNET18, "--config=fl-f-17", f"--weights={tmp_path / 'imagenet.pth'}")
+    words = ("--config=fl-f-17", *ONE_ROUND, f"--weights={tmp_path / 'imagenet.pth'}")
+    directory = train(*RESNET18, *words)
     saved, _ = load(directory / "model.safetensors")
     means = [tensor for name, tensor in saved.items() if name.endswith("running_mean")]
     assert len(means) == 20
