@@ -320,7 +320,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
 
 
 def test_names_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the charts, which all have the same names beside them, one alone is drawn by itself."""
+    """One chart alone is drawn by itself, as all have the same names beside them."""
     comparison, real, first = hostile(tmp_path, monkeypatch), charts.single, list[charts.Chart]()
 
     def single(chart: charts.Chart, labels: Sequence[str], folder: Path) -> list[Path]:
