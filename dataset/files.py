@@ -122,6 +122,24 @@ def locked(path: Path, refusal: str, wait: float = 0.0) -> Iterator[None]:
         lock.release()
 
 
+def utf8(content: bytes, where: str) -> str:
+    """A file's bytes as text, without the mark that Windows may put before it.
+
+    Raises:
+        ValueError: that names ``where``.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8 text") from None
+
+
+def state_of(path: Path) -> str:
+    """Size and time of a file: another state of it has others."""
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
 def file_digest(path: Path, algorithm: str = "sha256") -> str:
     """The digest of a file's bytes in hexadecimal, by an algorithm of `hashlib`."""
     digest = hashlib.new(algorithm, usedforsecurity=False)

@@ -103,3 +103,11 @@ def run(words: Sequence[str], code: int = 0, **more: str) -> str:
     output = finish(process)
     assert process.returncode == code, output
     return output
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

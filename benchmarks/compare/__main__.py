@@ -33,6 +33,7 @@ from benchmarks.compare.latex import latex, latex_classes, latex_crossed
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
+from benchmarks.reporting.tables import write_texts
 from dataset import pages
 from dataset.cli import input_file, output_folder
 from dataset.cli import run as run_command
@@ -73,7 +74,7 @@ FAIRNESS = (
 def _page(
     comparison: Comparison, found: Sequence[charts.Chart], target: float | None, crossing: Crossed | None
 ) -> str:
-    labels = [group.label for group in comparison.groups]
+    labels = comparison.labels
     names = [charts.key(place, tables.breakable(label)) for place, label in enumerate(labels)]
     legend = tag("ul", *(tag("li", name) for name in names), class_="legend")
     drawn = tag("div", *(charts.svg(chart, labels) for chart in found), class_="charts")
@@ -108,7 +109,7 @@ def _page(
 
 def title_of(comparison: Comparison) -> str:
     """``Compared: fedavg and dsgd``."""
-    labels = [group.label for group in comparison.groups]
+    labels = comparison.labels
     listed = ", ".join(labels[:-1]) + (" and " if labels[:-1] else "") + labels[-1]
     return f"Compared: {listed}" if len(labels) <= 4 else f"{len(labels)} groups of runs compared"
 
@@ -133,7 +134,7 @@ def _named(comparison: Comparison, crossing: Crossed | None, path: Path) -> tupl
     names = {str(label): name for label, name in read_yaml(input_file("--names", path)).items()}
     if bad := [label for label, name in names.items() if not (isinstance(name, str) and name.strip())]:
         raise ValueError(f"--names {path}: the name of {bad[0]!r} is not text; put it in quotes")
-    labels = [group.label for group in comparison.groups]
+    labels = comparison.labels
     labels += [] if crossing is None else [*crossing.rows, *crossing.columns]
     if unknown := [label for label in names if label not in labels]:
         known = "; ".join(dict.fromkeys(labels))
@@ -170,19 +171,17 @@ def main(argv: Sequence[str]) -> None:
         comparison, crossing = _named(comparison, crossing, options.names)
     found = charts.charts(comparison)
     replaced = _of_an_earlier_one(folder)
-    written = [folder / "compare.html", folder / "compare.csv", folder / "table.tex"]
-    pages.write(written[0], _page(comparison, found, options.target, crossing))
-    write_bytes(written[1], tables.csv(comparison).encode())
-    command = shlex.join(["python", "-m", "benchmarks.compare", *argv])
-    write_bytes(written[2], latex(comparison, command).encode())
-    if classes := latex_classes(comparison, command):
-        written.append(folder / "classes.tex")
-        write_bytes(written[-1], classes.encode())
-    if crossing is not None:
-        written.append(folder / "crossed.tex")
-        write_bytes(written[-1], latex_crossed(comparison, crossing, command).encode())
+    page, command = folder / "compare.html", shlex.join(["python", "-m", "benchmarks.compare", *argv])
+    pages.write(page, _page(comparison, found, options.target, crossing))
+    texts = {
+        "compare.csv": tables.csv(comparison),
+        "table.tex": latex(comparison, command),
+        "classes.tex": latex_classes(comparison, command),
+        "crossed.tex": "" if crossing is None else latex_crossed(comparison, crossing, command),
+    }
+    written = [page, *write_texts(folder, texts)]
     if found:
-        labels = [group.label for group in comparison.groups]
+        labels = comparison.labels
         charts.png(found, labels, folder / "compare.png")
         single = [path for chart in found for path in charts.single(chart, labels, folder / "charts")]
         written += [folder / "compare.png", *single]

@@ -29,7 +29,7 @@ from benchmarks.compare.series import (
     lines_of,
 )
 from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, save_both, style
-from benchmarks.reporting.runs import unprotected
+from benchmarks.reporting.runs import statements_of, unprotected
 from dataset.arrays import BoolArray, FloatArray
 from dataset.drawing import THIN, write_figure
 from dataset.pages import Html, tag
@@ -120,7 +120,7 @@ def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
             of = "of the run as executed" if axis is by_epsilon else "of the simulated system"
             drawn = list(map(_last_of_each, over_epsilon))
             runs = [run for line in drawn for run in groups[line.place].runs]
-            seeded = unprotected([run.privacy for run in runs if run.privacy is not None])
+            seeded = unprotected(statements_of(runs))
             along = f"epsilon {of}; {seeded}" if seeded else f"epsilon {of}"
             made.append(Chart(f"{title} over {word}", along, label, drawn))
     return made

@@ -109,6 +109,11 @@ class Comparison:
         return [run for group in self.groups for run in group.runs]
 
     @property
+    def labels(self) -> list[str]:
+        """The groups' labels."""
+        return [group.label for group in self.groups]
+
+    @property
     def headline(self) -> tuple[str, ...]:
         """The scores that the benchmarks of these runs are judged by, each once."""
         return tuple(dict.fromkeys(name for group in self.groups for name in group.headline))

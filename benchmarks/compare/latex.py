@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.compare.booktabs import Column, booktabs, escaped, with_maths
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -17,6 +16,7 @@ from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.compare.tables import NONE, TEST, amount, judged_by
 from benchmarks.core.code_version import commit
 from benchmarks.reporting import single_users
+from benchmarks.reporting.booktabs import Column, booktabs, escaped, with_maths
 from benchmarks.reporting.plots import MOST_CLASSES
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
@@ -72,7 +72,7 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
             columns.append(Column(written(head), [texts.get(row, "--") for row in range(len(table.rows))]))
         said = [escaped(f"{name} on test (%)."), table.in_words(written)]
         said += _marks_in_words(comparison.groups, columns)
-        text += booktabs(columns, said, f"{'-'.join(re.findall('[a-z0-9]+', name.lower()))}")
+        text += booktabs(columns, said, "-".join(re.findall("[a-z0-9]+", name.lower())))
     return text
 
 

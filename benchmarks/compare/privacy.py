@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.compare.groups import Group
 from benchmarks.core.privacy_statement import rounded_up, shown
-from benchmarks.reporting.runs import epsilon_of, local_epsilon_of, unprotected
+from benchmarks.reporting.runs import epsilon_of, local_epsilon_of, statements_of, unprotected
 
 
 def in_short(group: Group) -> str:
@@ -12,7 +12,7 @@ def in_short(group: Group) -> str:
     cells = privacy_of(group)
     if cells is None:
         return "none"
-    seeded = unprotected([run.privacy for run in group.finished if run.privacy is not None])
+    seeded = unprotected(statements_of(group.finished))
     return f"{cells[1]}; {seeded}" if seeded else cells[1]
 
 
@@ -28,7 +28,7 @@ def privacy_of(group: Group) -> list[str] | None:
     kind = "central" if config.local_privacy is None else "local, on each device"
     bound = f"{section.clipping_bound:g}"
     bound += ", adapted" if getattr(section, "mechanism", "") == "adaptive" else ""
-    known = [run.privacy for run in group.finished if run.privacy is not None]
+    known = statements_of(group.finished)
     if seeded := unprotected(known):
         kind += f", {seeded}"
     if not known:

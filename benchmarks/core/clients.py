@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.core.mini import DataSource
+from benchmarks.core.mini import DataSource, Mini
 from benchmarks.core.privacy_statement import ProtectedUnit
-from dataset.flair.mini import MiniSpec
 from dataset.partitions.drawn import deals_any, drawers, name_for, read_name
 from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
@@ -15,29 +13,19 @@ from dataset.store.index import PartitionIndex
 from dataset.store.views import PARTITIONED, SingleLabelView
 
 
-def data_source(
-    name: str,
-    target: str,
-    mini: Path,
-    spec: MiniSpec,
-    write: Callable[[Path, MiniSpec], None] | None = None,
-) -> DataSource:
+def data_source(name: str, target: str, mini: Mini) -> DataSource:
     """The file of the data set ``name``, which ``make TARGET DATASET=NAME`` makes, and what takes its place.
 
     Args:
         name: of a folder below ``dataset``.
         target: of the Makefile.
-        mini: the mini data set's file.
-        spec: what it holds.
-        write: draws it; None: with labels alone.
+        mini: the mini data set.
     """
     return DataSource(
         path=Path(f"data/{name}.hdf5"),
         maker=f"python -m dataset.{name}.download_preprocess --output_file FILE",
         missing=f"no data/{name}.hdf5 (make {target} DATASET={name} makes it)",
         mini=mini,
-        spec=spec,
-        write=write,
     )
 
 

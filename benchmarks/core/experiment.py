@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
+from torch import nn
 
 from benchmarks.core.config.benchmark import Benchmark, Run
 from benchmarks.core.config.sections import TrainingConfig
@@ -26,7 +27,7 @@ from dataset.store.probe import probe
 from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.checkpoint import read_json
 from pfl_ext.data.federated_dataset import ImageStore, Partition
-from pfl_ext.data.normalisation import FIXED, scale_of
+from pfl_ext.data.normalisation import FIXED, Scale, scale_of
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.decoders import encoder_of, outputs_of
 from pfl_ext.models.weights import IMAGENET
@@ -102,14 +103,14 @@ class Experiment(ABC, Generic[C]):
             return source.resolve(argv, run.data_path, (), config.setting)
         if cls.source(cls.benchmark.read(read_yaml(run.origin), "config.yaml")).path != source.path:
             return source.resolve(argv, None, scales, config.setting)  # of another data set
-        path, of_a_run = data_of(run.origin.parent), f"--config {run.origin}"
-        if path is None and source.mini.is_file() and is_data_of(run.origin.parent, source.mini):
-            path = source.mini  # a run that has not ended
+        mini, path, of_a_run = source.mini.path, data_of(run.origin.parent), f"--config {run.origin}"
+        if path is None and mini.is_file() and is_data_of(run.origin.parent, mini):
+            path = mini  # a run that has not ended
         path = path or source.path
-        if path is None or (path != source.mini and not path.is_file()):
+        if path is None or (path != mini and not path.is_file()):
             missing = "" if path is None else f", {path}, which is not there"
             raise ValueError(f"{of_a_run} needs the data file of its run{missing}: give it with --data_path")
-        if path != source.mini and is_data_of(run.origin.parent, path) is False:
+        if path != mini and is_data_of(run.origin.parent, path) is False:
             raise ValueError(
                 f"{of_a_run} belongs to a run on other data than {path} has now: give the file of the "
                 "run with --data_path"
@@ -273,10 +274,22 @@ def build_model(
                 "model.normalisation is data, but this command has no data: choose another value"
             )
         scale = scale_of(split("train"))
+    return classifier(config, backbone, weighted_task(config.federated, task), scale)
+
+
+def classifier(config: TrainingConfig, backbone: nn.Module, task: Task, scale: Scale) -> ImageClassifier:
+    """A backbone behind what the config does to images before it.
+
+    Args:
+        config: of the run.
+        backbone: takes images and gives outputs.
+        task: what is learnt.
+        scale: of the images' colours.
+    """
     return ImageClassifier(
         backbone,
-        task=weighted_task(config.federated, task),
-        input_size=model.input_size,
+        task=task,
+        input_size=config.model.input_size,
         mean=scale.mean,
         std=scale.std,
         exact_crops=config.augment.crop != "resized",

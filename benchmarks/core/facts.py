@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.weights import weights_facts
+from dataset.cli import cores
 from dataset.store.hdf5 import DataFile
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.processor import processor_model
@@ -49,5 +49,5 @@ def dataset_facts(file: DataFile) -> Tree:
 
 def hardware() -> str:
     """The processor and, if there is one, the GPU."""
-    name = f"{len(os.sched_getaffinity(0))} x {processor_model()}"
+    name = f"{cores()} x {processor_model()}"
     return name + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")

@@ -134,16 +134,13 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         return _maps(experiment, images)
     if run.config.model.trained not in ON_FEATURES or not run.runtime.cache_features:
         return images
-    why = reason_against(run.config)
-    names = dict.fromkeys(("train", "val", *experiment.final_splits))
-    splits = {name: experiment.split(name) for name in names}
+    why, stores = reason_against(run.config), _labelled(experiment)
     module.to(get_default_device())
     try:
         split = None if why else Split(module)
     except ValueError as fault:
         split, why = None, str(fault)
-    stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
-    if split is None or len(stores) < len(splits):
+    if split is None or stores is None:
         if needed is not None:
             raise ValueError(f"{needed[0]}, but features are not computed only once: {why or NO_FILE}")
         if is_main() and why:
@@ -160,6 +157,14 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
         fed["train"] = dataclasses.replace(train, pixels=views)
     return Inputs(split.classifier, fed.__getitem__)
+
+
+def _labelled(experiment: Experiment[Any]) -> dict[str, SplitImages] | None:
+    """The stores of all splits of a run; None if one has other targets than labels."""
+    names = dict.fromkeys(("train", "val", *experiment.final_splits))
+    splits = {name: experiment.split(name) for name in names}
+    stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
+    return stores if len(stores) == len(splits) else None
 
 
 def _needs_kept(config: TrainingConfig) -> Iterator[tuple[str, str]]:
@@ -192,19 +197,17 @@ def _maps(experiment: Experiment[Any], images: Inputs) -> Inputs:
     why = reason_against(run.config)
     if module.mean.device.type != "cpu":
         why = why or "images are on a CPU, but the network is not"
-    names = dict.fromkeys(("train", "val", *experiment.final_splits))
-    splits = {name: experiment.split(name) for name in names}
-    stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
+    stores = _labelled(experiment)
     compiled = run.runtime.engine == "fast" and run.runtime.cpu_kernels
     layers = layers_for(kernels_for(module) if compiled and not why else None, None)
     try:
         prefix = None
-        if not why and len(stores) == len(splits):
+        if not why and stores is not None:
             faster = (lambda network: network) if layers is None else layers.replaced
             prefix = Prefix(module, faster)
     except ValueError as fault:
         why = str(fault)
-    if prefix is None:
+    if prefix is None or stores is None:
         if is_main() and why:
             print(f"the frozen layers are computed in every step: {why}", flush=True)
         return images

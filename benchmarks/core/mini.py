@@ -13,11 +13,31 @@ from pfl_ext.workers.distributed import barrier, is_main
 MINI = MiniSpec(
     train_users=600, val_users=60, test_users=120, image_size=36, num_fine_labels=68, difficulty=0.25
 )
-MINI_FILE = Path(f"data/flair-mini-{zlib.crc32(f'{VERSION} {MINI}'.encode()):08x}.hdf5")
-CLASSES, CLASSES_FILE = replace(MINI, coarse_labels=1), MINI_FILE.with_stem(f"{MINI_FILE.stem}-classes")
-"""The mini data set with one label an image, and its file."""
 MINI_WORD = Path("mini")
 """``--data_path mini`` asks for the mini data set even where there is another file."""
+
+
+def mini_file(spec: MiniSpec, word: str = "") -> Path:
+    """The path of a mini data set; ``-word`` says what it holds besides labels."""
+    return Path(f"data/flair-mini{word}-{zlib.crc32(f'{VERSION} {spec}'.encode()):08x}.hdf5")
+
+
+MINI_FILE = mini_file(MINI)
+CLASSES_FILE = MINI_FILE.with_stem(f"{MINI_FILE.stem}-classes")
+
+
+@dataclass(frozen=True)
+class Mini:
+    """A mini data set, and its file."""
+
+    spec: MiniSpec
+    path: Path
+    write: Callable[[Path, MiniSpec], None] | None = None
+    """Draws it; None: with labels alone."""
+
+
+CLASSES = Mini(replace(MINI, coarse_labels=1), CLASSES_FILE)
+"""The mini data set with one label an image."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +50,7 @@ class DataSource:
     """The command that makes a data file."""
     missing: str = "no --data_path"
     """What is said where there is no file: which one, and what makes it."""
-    mini: Path = MINI_FILE
-    spec: MiniSpec = MINI
-    write: Callable[[Path, MiniSpec], None] | None = None
-    """Draws it; None: with labels alone."""
+    mini: Mini = Mini(MINI, MINI_FILE)
 
     def resolve(
         self,
@@ -66,16 +83,16 @@ class DataSource:
         has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
         scale = next((name for name in (f"mini-{setting}", "mini") if name in scales), None)
         laid_over = [] if has_scale or scale is None else ["--scale", scale]
-        return [*argv, *laid_over], self.mini
+        return [*argv, *laid_over], self.mini.path
 
     def ready(self, asked: Path | None, path: Path) -> None:
         """Draw the mini data set where `resolve` chose it, and say why it is used."""
-        if path != self.mini or path == asked:
+        if path != self.mini.path or path == asked:
             return
         if is_main():
             why = self.missing if asked is None else f"--data_path {asked}"
             print(f"{why}: running on the embedded mini data set, {path}, at laptop scale", flush=True)
             if not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                (self.write or write_mini)(path, self.spec)
+                (self.mini.write or write_mini)(path, self.mini.spec)
         barrier()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -19,11 +17,11 @@ from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
-from benchmarks.core.mini import DataSource
+from benchmarks.core.mini import DataSource, Mini
 from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.arrays import Float32Array, IntArray
 from dataset.files import write_json
-from dataset.flair.mini import VERSION, MiniSpec
+from dataset.flair.mini import MiniSpec
 from dataset.partitions.drawn import deals_any, read_name
 from dataset.partitions.of_file import alike
 from dataset.store.annotated_view import AnnotatedView
@@ -34,25 +32,20 @@ from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import autocast_of
 
 C = TypeVar("C", bound=TrainingConfig)
+MINI = MiniSpec(
+    train_users=40,
+    val_users=12,
+    test_users=20,
+    image_size=64,
+    num_fine_labels=17,
+    difficulty=0.25,
+    coarse_labels=2,
+)
+"""The mini data set that is drawn with boxes, and at another size with masks."""
 SHOWN, OF_USERS = 8, 4
 """How many test images are drawn, and of how many users."""
 FEW_USERS, FEW_BARS = 100, 60
 """Up to so many users, the results hold how many images each one has; up to so many bars can be read."""
-
-
-@dataclass(frozen=True)
-class Mini:
-    """The mini data set of a benchmark."""
-
-    word: str
-    """The word for it in the name of its file."""
-    spec: MiniSpec
-    write: Callable[[Path, MiniSpec], None]
-
-    @property
-    def path(self) -> Path:
-        """Path of the data set's file."""
-        return Path(f"data/flair-mini-{self.word}-{zlib.crc32(f'{VERSION} {self.spec}'.encode()):08x}.hdf5")
 
 
 class OfAnnotatedImages(Experiment[C]):
@@ -82,7 +75,7 @@ class OfAnnotatedImages(Experiment[C]):
     def source(cls, config: C) -> DataSource:
         """The file of ``data.dataset``."""
         data: Any = config.data
-        return data_source(data.dataset, "fedcv-data", cls.mini.path, cls.mini.spec, cls.mini.write)
+        return data_source(data.dataset, "fedcv-data", cls.mini)
 
     def description(self) -> str:
         """Classes and partition."""

@@ -27,11 +27,17 @@ from benchmarks.fedcv.paper import ACCURACY, DATA
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation
 from benchmarks.reporting import single_users
 from benchmarks.reporting.folders import finished_runs
-from benchmarks.reporting.runs import RunOfAnother, RunRecord, by_experiment, finished_run, split_duplicates
-from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
+from benchmarks.reporting.runs import (
+    RunOfAnother,
+    RunRecord,
+    by_experiment,
+    finished_run,
+    origins,
+    split_duplicates,
+)
+from benchmarks.reporting.tables import csv_table, markdown_table, section, spread, write_texts
 from benchmarks.visual_classification.config import VISION
 from dataset.cli import run as run_command
-from dataset.files import write_bytes
 
 TASKS: Sequence[type[Experiment[Any]]] = (FederatedClassification, FederatedSegmentation, FederatedDetection)
 HEADS = (
@@ -144,8 +150,6 @@ def main(argv: Sequence[str]) -> None:
         for group, row in zip(groups, rows)
         for line in single_users.rows(row[0], group, tasks[group[0].directory].headline[0])
     ]
-    hardware = sorted({str(run.outcome["hardware"]) for run in runs})
-    commits = sorted({str(run.outcome["commit"])[:7] for run in runs})
     text = "\n".join(
         [
             "# FedCV's tasks",
@@ -154,17 +158,13 @@ def main(argv: Sequence[str]) -> None:
             "",
             *single_users.section(of_users),
             *section("Not the setting as it is shipped:", apart),
-            f"Hardware: {'; '.join(hardware)}. Commits: {', '.join(commits)}.",
+            origins(runs),
             "",
             *section("Left out:", left_out),
         ]
     )
-    written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
-    write_bytes(written[0], f"{text.rstrip()}\n".encode())
-    write_bytes(written[1], csv_table(HEADS, rows).encode())
-    if of_users:
-        written.append(options.output_dir / "users.csv")
-        write_bytes(written[-1], single_users.csv(of_users).encode())
+    texts = {"report.md": f"{text.rstrip()}\n", "report.csv": csv_table(HEADS, rows)}
+    written = write_texts(options.output_dir, {**texts, "users.csv": single_users.csv(of_users)})
     print(text)
     print(f"written: {', '.join(map(str, written))}")
 

@@ -44,7 +44,7 @@ from benchmarks.reporting.plots import (
     violin_legend,
     violins,
 )
-from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole
+from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole, statements_of
 from dataset.arrays import FloatArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.annotations import LabelMatrix
@@ -218,7 +218,7 @@ def per_class(rows: Sequence[Row], name: str) -> Figure:
     return figure
 
 
-def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | None:
+def per_user(rows: Sequence[Row], name: str) -> Figure | None:
     """Distribution over test users of their own C-AP and O-AP, seeds together; None without their files."""
     groups: dict[str, dict[str, FloatArray]] = {"C-AP": {}, "O-AP": {}}
     users = 0
@@ -227,7 +227,7 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
         if not whole:
             continue
         title = "\n".join((*_label(row, rows).split(", "), f"n = {len(whole)}"))
-        large = np.array(whole[0]["images"]) >= least_images
+        large = np.array(whole[0]["images"]) >= 2
         users = int(large.sum())
         for column, into in groups.items():
             into[title] = np.concatenate([np.array(tree[column], np.float64)[large] for tree in whole])
@@ -240,7 +240,7 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
         violins(axes, of_rows, [COLOURS[k % len(COLOURS)] for k in range(len(of_rows))])
         highest = max(float(np.nanmax(values, initial=0.0)) for values in of_rows.values())
         axes.set(ylabel=titles[column], ylim=(0, min(102, 1.1 * highest + 1)))
-    figure.suptitle(f"{name}\n{users:,} test users with {least_images} images or more, n seeds together")
+    figure.suptitle(f"{name}\n{users:,} test users with 2 images or more, n seeds together")
     marks = violin_legend(groups["O-AP"])
     figure.legend(handles=marks, frameon=False, ncols=len(marks), loc="outside lower center")
     return figure
@@ -280,7 +280,7 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
         sisters = [other for other in found if _noise_cohort(other) == cohort]
         at = cohort * 1.06 ** (sisters.index(row) - (len(sisters) - 1) / 2)
         last = scores[:, -1]
-        signal = np.array([_signal_to_noise(run.privacy) for run in row.runs if run.privacy is not None])
+        signal = np.array([*map(_signal_to_noise, statements_of(row.runs))])
         for axes, values in ((ends, last), (ratios, signal)):
             spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
             axes.errorbar([at], [values.mean()], yerr=spread if len(values) > 1 else None, capsize=3, **style)

@@ -22,11 +22,11 @@ from benchmarks.flair.config import FLAIR
 from benchmarks.flair.paper import SCORES, variant
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
 from benchmarks.reporting import single_users
+from benchmarks.reporting.booktabs import escaped
 from benchmarks.reporting.folders import find_runs
 from benchmarks.reporting.runs import RunRecord, read_run, split_duplicates
-from benchmarks.reporting.tables import csv_table, markdown_table, section
+from benchmarks.reporting.tables import csv_table, markdown_table, section, write_texts
 from dataset.cli import run as run_command
-from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS, EXACT
 
 CSV_FIELDS = (
@@ -265,18 +265,12 @@ def _csv_lines(row: Row) -> Iterator[tuple[object, ...]]:
         yield (*of_row, column, scored_as, *numbers, cell.verdict, row.privacy())
 
 
-def _tex(text: str) -> str:
-    for letter in "\\&%$#_{}":
-        text = text.replace(letter, "\\textbackslash{}" if letter == "\\" else "\\" + letter)
-    return text.replace("±", "$\\pm$")
-
-
 def latex(report: Report) -> str:
     """A ``table*`` (booktabs) for each data set and scale."""
     heads = [*COLUMNS, *EXACT.values()]
     out = ["% made by python -m benchmarks.flair.report; needs \\usepackage{booktabs}"]
     for (_, scale), rows in _groups(report.rows).items():
-        where = _tex(_test_set(rows[0])) + (f", scale {_tex(scale)}" if scale else "")
+        where = escaped(_test_set(rows[0])) + (f", scale {escaped(scale)}" if scale else "")
         warning = "" if all(row.comparable for row in rows) else " Not comparable with the paper's rows."
         out += [
             "\\begin{table*}",
@@ -290,12 +284,16 @@ def latex(report: Report) -> str:
         ]
         for row in rows:
             cells = [*map(row.cell, COLUMNS), *map(row.exact, EXACT)]
-            of_row = [f"\\raggedright {_tex(row.label)}", str(len(row.runs)), *map(_tex, map(_cell, cells))]
+            of_row = [
+                f"\\raggedright {escaped(row.label)}",
+                str(len(row.runs)),
+                *map(escaped, map(_cell, cells)),
+            ]
             out.append(" & ".join(of_row) + r" \\")
             if cells[0].paper_mean is not None:
-                out.append(" & ".join(["\\quad paper", "5", *map(_tex, map(_paper, cells))]) + r" \\")
+                out.append(" & ".join(["\\quad paper", "5", *map(escaped, map(_paper, cells))]) + r" \\")
         out += ["\\bottomrule", "\\end{tabular}"]
-        out += [f"% {_tex(row.label)}: {row.privacy()}" for row in rows if row.privacy()]
+        out += [f"% {escaped(row.label)}: {row.privacy()}" for row in rows if row.privacy()]
         out += ["\\end{table*}"]
     return "\n".join(out) + "\n"
 
@@ -329,8 +327,7 @@ def write(run_dirs: Sequence[Path], output_dir: Path | None, kind: str = "markdo
     report = collect(run_dirs)
     print(WRITERS[kind][0](report), end="")
     if output_dir is not None:
-        for writer, suffix in WRITERS.values():
-            write_bytes(output_dir / f"table1.{suffix}", writer(report).encode())
+        write_texts(output_dir, {f"table1.{suffix}": writer(report) for writer, suffix in WRITERS.values()})
     return report
 
 

@@ -17,7 +17,14 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.privacy_statement import rounded_up, shown
 from benchmarks.flair import paper
 from benchmarks.flair.paper import LOCAL, Variant, reasons_against, variant
-from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of, unprotected
+from benchmarks.reporting.runs import (
+    RunRecord,
+    by_experiment,
+    epsilon_of,
+    local_epsilon_of,
+    statements_of,
+    unprotected,
+)
 from pfl_ext.models.pretrained import source_of
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
@@ -153,24 +160,24 @@ class Row:
 
     def privacy(self) -> str:
         """Epsilon, delta, and what they are of; empty for runs without privacy."""
-        known = [run.privacy for run in self.runs if run.privacy is not None]
+        known = statements_of(self.runs)
         if not known:
             return ""
         mark = f"{seeded}; " if (seeded := unprotected(known)) else ""
         if self.local:
-            return mark + self._local_privacy()
+            return mark + _local_privacy(known)
         spent = list(map(epsilon_of, known))
         epsilon, delta, simulated, executed = max(spent)
         text = f"{mark}epsilon {shown(epsilon)} at delta {rounded_up(delta)}"
         return text + (f", SIMULATED; as run {shown(executed)}" if simulated else "")
 
-    def _local_privacy(self) -> str:
-        epsilons = [local_epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
-        epsilon, delta, rounds, spent = max(epsilons, key=lambda found: found[3])
-        return (
-            f"LOCAL: epsilon {shown(epsilon)} of one update; who took part most, in {rounds} rounds, "
-            f"spent {shown(spent)} at delta {rounded_up(delta)}"
-        )
+
+def _local_privacy(statements: Sequence[Tree]) -> str:
+    epsilon, delta, rounds, spent = max(map(local_epsilon_of, statements), key=lambda found: found[3])
+    return (
+        f"LOCAL: epsilon {shown(epsilon)} of one update; who took part most, in {rounds} rounds, "
+        f"spent {shown(spent)} at delta {rounded_up(delta)}"
+    )
 
 
 def classes_without_positives(results: Tree) -> str:

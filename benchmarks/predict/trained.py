@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.compare.reading import read_any
 from benchmarks.core.config.sections import TrainingConfig
-from benchmarks.core.experiment import Experiment
+from benchmarks.core.experiment import Experiment, classifier
 from benchmarks.core.own_code import own_code
 from benchmarks.reporting.runs import RunRecord, not_whole
 from dataset.arrays import ByteArray
@@ -28,7 +28,7 @@ from dataset.files import OWN
 from dataset.store import images as stored_images
 from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
-from pfl_ext.data.normalisation import FIXED
+from pfl_ext.data.normalisation import FIXED, Scale
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.randomness import torch_stream
@@ -185,22 +185,11 @@ def network_of(record: RunRecord, task: Task, num_classes: int, model: ModelConf
     """The network of a run with weights as drawn."""
     config: TrainingConfig = record.config
     backbone = build_backbone(model, num_classes, torch_stream(config.seed, "model initialisation"))
-    fixed = FIXED.get(model.normalisation)
-    if fixed is not None:
-        mean, std = fixed.mean, fixed.std
-    else:
+    scale = FIXED.get(model.normalisation)
+    if scale is None:
         assert record.results is not None
-        scale = record.results.get("input")
-        if not scale:
+        found = record.results.get("input")
+        if not found:
             raise not_whole(record.directory, "results.json does not hold the data's mean and deviation")
-        mean, std = scale["mean"], scale["std"]
-    return ImageClassifier(
-        backbone,
-        task=task,
-        input_size=model.input_size,
-        mean=mean,
-        std=std,
-        exact_crops=config.augment.crop != "resized",
-        padding=config.augment.padding,
-        cutout=config.augment.cutout,
-    )
+        scale = Scale(found["mean"], found["std"])
+    return classifier(config, backbone, task, scale)

@@ -297,6 +297,18 @@ def _epsilon(value: float | str | None) -> float:
     return math.inf if value is None or value == "infinite" else float(value)
 
 
+def origins(runs: Sequence[RunRecord]) -> str:
+    """The line of a report that names the machines and the commits of its runs."""
+    machines = sorted({str(run.outcome["hardware"]) for run in runs})
+    commits = sorted({str(run.outcome["commit"])[:7] for run in runs})
+    return f"Hardware: {'; '.join(machines)}. Commits: {', '.join(commits)}."
+
+
+def statements_of(runs: Iterable[RunRecord]) -> list[Tree]:
+    """The ``privacy.json`` of each of these runs that has one."""
+    return [run.privacy for run in runs if run.privacy is not None]
+
+
 def unprotected(statements: Sequence[Tree]) -> str:
     """That the noise of runs of a group can be subtracted, of how many where not of all; empty if of none.
 

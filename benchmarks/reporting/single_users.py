@@ -86,5 +86,5 @@ def section(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def csv(lines: Sequence[Sequence[str]]) -> str:
-    """These `rows` as CSV."""
-    return csv_table(HEADS, lines)
+    """These `rows` as CSV; nothing without any."""
+    return csv_table(HEADS, lines) if lines else ""

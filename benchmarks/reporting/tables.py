@@ -6,8 +6,11 @@ import csv
 import io
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from tabulate import tabulate
+
+from dataset.files import write_bytes
 
 
 def text_table(rows: Mapping[str, Mapping[str, float]]) -> str:
@@ -33,6 +36,14 @@ def csv_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([heads, *rows])
     return text.getvalue()
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write these texts, but for empty ones, into a folder as files of these names; their paths."""
+    paths = {folder / name: text for name, text in texts.items() if text}
+    for path, text in paths.items():
+        write_bytes(path, text.encode())
+    return list(paths)
 
 
 def spread(values: Sequence[float | None], digits: int = 1) -> str:

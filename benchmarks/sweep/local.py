@@ -32,6 +32,7 @@ from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
 from benchmarks.sweep.report import Row, best_row, draw_trials, other_models, over_seeds, table, write_tables
 from benchmarks.sweep.space import Sweep, command_words
+from dataset.cli import cores
 from dataset.files import OWN
 from pfl_ext.configs import STRICT
 from pfl_ext.tasks.ranking import Diverged
@@ -139,7 +140,7 @@ class LocalSweep:
         words = [*self.words, f"--runtime.device={device}"]
         fixed = self.sweep.experiment.benchmark.words(self.words)
         if "runtime.threads" not in fixed and not device.startswith("cuda"):
-            share = len(os.sched_getaffinity(0)) // (self._num_workers * self.options.np)
+            share = cores() // (self._num_workers * self.options.np)
             words.append(f"--runtime.threads={max(1, share)}")
         return [*words, *command_words(trial.user_attrs["point"])]
 

@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.visualization.matplotlib import plot_parallel_coordinate
 
-from benchmarks.reporting.plots import plain_log, save, save_both
+from benchmarks.reporting.plots import plain_log, save_both
 from benchmarks.reporting.tables import csv_table, markdown_table
 from benchmarks.sweep.space import Metric, Sweep
 from dataset.files import write_bytes
@@ -277,7 +277,6 @@ def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Pa
         for each in axes.figure.axes:
             if each is not axes.collections[-1].colorbar.ax:
                 _make_readable(each)
-        for suffix in (".png", ".svg"):
-            save(axes.figure, stem.with_suffix(suffix))
+        save_both(axes.figure, stem)
         plt.close(axes.figure)
     return True

@@ -24,13 +24,12 @@ from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
 from benchmarks.reporting.folders import finished_runs
-from benchmarks.reporting.runs import RunRecord, by_experiment, split_duplicates
-from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
+from benchmarks.reporting.runs import RunRecord, by_experiment, origins, split_duplicates
+from benchmarks.reporting.tables import csv_table, markdown_table, section, spread, write_texts
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import VISION, Config
 from benchmarks.visual_classification.curves import Row, place, read_finished
 from dataset.cli import run as run_command
-from dataset.files import write_bytes
 from dataset.store.index import meaning
 
 NAMED = "federated.algorithm "
@@ -170,8 +169,6 @@ def markdown(
     }
     alphas = [f"{partition}: {clause}" for partition, clause in clauses.items() if clause]
     apart = [f"{row.label}, {row.partition}: {'; '.join(row.reasons)}" for row in rows if row.reasons]
-    machines = sorted({str(run.outcome["hardware"]) for row in rows for run in row.runs})
-    commits = sorted({str(run.outcome["commit"])[:7] for row in rows for run in row.runs})
     text = [
         "# Federated visual classification",
         "",
@@ -180,7 +177,7 @@ def markdown(
         *single_users.section(users_of(rows)),
         *section("Dirichlet's alpha:", alphas),
         *section("Not comparable with the paper:", apart),
-        f"Hardware: {'; '.join(machines)}. Commits: {', '.join(commits)}.",
+        origins([run for row in rows for run in row.runs]),
         "",
         "Accuracy in percent over the rounds is that of the split `data.scored`; `best` is the greatest of "
         "them: on test it says what a run reached, and is no result of a model that was chosen.",
@@ -212,12 +209,9 @@ def main(argv: Sequence[str]) -> None:
     rows = make_rows(runs, centralised)
     text = markdown(rows, left_out, options.rounds, options.batches)
     table = [cells(row, options.rounds, options.batches) for row in rows]
-    written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
-    write_bytes(written[0], text.encode())
-    write_bytes(written[1], csv_table(list(table[0]), [list(line.values()) for line in table]).encode())
-    if of_users := users_of(rows):
-        written.append(options.output_dir / "users.csv")
-        write_bytes(written[-1], single_users.csv(of_users).encode())
+    as_csv = csv_table(list(table[0]), [list(line.values()) for line in table])
+    texts = {"report.md": text, "report.csv": as_csv, "users.csv": single_users.csv(users_of(rows))}
+    written = write_texts(options.output_dir, texts)
     written += figures.draw_all(rows, options.output_dir)
     print(text)
     print(f"written: {', '.join(map(str, written))}")

@@ -23,7 +23,7 @@ from benchmarks.core.clients import data_source, drawn_partition, partition_of, 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment
-from benchmarks.core.mini import CLASSES, CLASSES_FILE, DataSource
+from benchmarks.core.mini import CLASSES, DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
@@ -55,7 +55,7 @@ class VisualClassification(Experiment[Config]):
     @classmethod
     def source(cls, config: Config) -> DataSource:
         """The file of ``data.dataset``."""
-        return data_source(config.data.dataset, "vision-data", CLASSES_FILE, CLASSES)
+        return data_source(config.data.dataset, "vision-data", CLASSES)
 
     def description(self) -> str:
         """Classes, partition, and what is scored over the rounds."""

@@ -103,10 +103,7 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     partitions |= {name: recipe.draw(classes) for name, recipe in kinds.items()}
     _print_partitions(spec, partitions)
     if kinds:
-        provenance["drawn"] = {
-            name: {"kind": recipe.kind, "number": recipe.number, "seed": recipe.seed}
-            for name, recipe in kinds.items()
-        }
+        provenance["drawn"] = {name: recipe.provenance for name, recipe in kinds.items()}
     dirichlet = {name: of for name, of in kinds.items() if of.kind.startswith("dirichlet-")}
     if dirichlet:
         provenance["dirichlet"] = {

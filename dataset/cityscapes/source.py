@@ -10,17 +10,15 @@ classes (Cordts et al. 2016, arXiv 1604.01685, section 2); pixels of the others 
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 import numpy as np
-from PIL import Image
 
 from dataset.fetch.annotated import COLUMNS, MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
 from dataset.fetch.voc import MAX_MASK_BYTES
-from dataset.store.annotations import VOID, read_mask
+from dataset.store.annotations import VOID, encoded_mask, read_mask
 
 CLASSES: Mapping[int, str] = {
     7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
@@ -94,6 +92,4 @@ def mask_png(content: bytes, origin: str) -> bytes:
             f"{origin} has the label id {highest}; there are 0 to {NUM_IDS - 1}: give the masks *{_MASK}.png "
             "as they were published"
         )
-    buffer = io.BytesIO()
-    Image.fromarray(_TRAIN_IDS[mask]).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded_mask(_TRAIN_IDS[mask])

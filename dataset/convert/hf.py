@@ -19,6 +19,7 @@ from dataset.convert.source import NO_CLIENT, Found, Part, Rows
 from dataset.convert.text import Names, checked_text, shown, split_by_names, split_named
 from dataset.fetch import parquet, source
 from dataset.fetch.source import Image
+from dataset.files import state_of
 from dataset.store.annotations import Kind
 from dataset.store.index import TAXONOMIES
 
@@ -275,14 +276,13 @@ def _part(
             labels = [_labels(lists[name][row], name, where, by) for name, by in zip(columns.labels, own)]
             rows.add(where, client, image, split, labels)
             number += 1
-    stat, name = file.path.stat(), str(file.path)
+    name = str(file.path)
 
     def images(start: int) -> Iterator[Image]:
         for batch in file.batches([columns.image], start):
             yield from parquet.binary(name, columns.image, batch)
 
-    key = f"{name} {stat.st_size} {stat.st_mtime_ns}"
-    return Part(name, key, rows.table(), lambda row: f"{name}, row {row}", images)
+    return Part(name, f"{name} {state_of(file.path)}", rows.table(), lambda row: f"{name}, row {row}", images)
 
 
 def _id(value: object, what: str, where: str) -> str:

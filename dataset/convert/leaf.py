@@ -21,6 +21,7 @@ from dataset.convert.pixels import Scale, array_of, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown, split_by_names
 from dataset.fetch.source import Image
+from dataset.files import state_of
 from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES
 
@@ -173,8 +174,7 @@ class _Reading:
 
     def part(self) -> Part:
         """The records, and their images."""
-        stat = self.path.stat()
-        key = f"{self.path} {stat.st_size} {stat.st_mtime_ns}"
+        key = f"{self.path} {state_of(self.path)}"
         if isinstance(self.rows, FileRows):
             listing = self.rows.part(str(self.path), lambda row: str(self.path))
             return Part(listing.name, f"{key} {listing.key}", listing.table, listing.place, listing.images)

@@ -30,6 +30,7 @@ from dataset.convert.source import NO_CLIENT, Found, Part, Rows
 from dataset.convert.text import MAX_CLASSES, Names
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
+from dataset.files import state_of
 from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES
 
@@ -291,11 +292,10 @@ def _each(array: Array) -> Iterator[Any]:
 
 def _part(split: Split, rows: Rows, scale: Scale, shape: tuple[int, int, int]) -> Part:
     array = split.arrays["images"]
-    stat = array.path.stat()
 
     def images(start: int) -> Iterator[Image]:
         for block in array.blocks(start):
             yield from (scale.pixels(image, shape) for image in block)
 
-    key = f"{array.path} {array.name} {stat.st_size} {stat.st_mtime_ns}"
+    key = f"{array.path} {array.name} {state_of(array.path)}"
     return Part(array.where, key, rows.table(), lambda row: f"{array.where}, row {row}", images)

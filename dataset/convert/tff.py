@@ -21,6 +21,7 @@ from dataset.convert.tff_sqlite import LABELS, PIXELS, is_sqlite
 from dataset.convert.tff_sqlite import read as read_sqlite
 from dataset.fetch import source as batches
 from dataset.fetch.source import Image
+from dataset.files import state_of
 from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES
 from dataset.store.native import dataset, member, opened
@@ -138,8 +139,6 @@ def _blocks(images: h5py.Dataset, start: int = 0) -> Iterator[tuple[int, npt.NDA
 
 
 def _part(path: Path, rows: Rows, scale: Scale) -> Part:
-    stat = path.stat()
-
     def images(start: int) -> Iterator[Image]:
         with opened(path) as file:
             clients = member(file, EXAMPLES)
@@ -150,6 +149,4 @@ def _part(path: Path, rows: Rows, scale: Scale) -> Part:
                     yield from (scale.pixels(image, shape) for image in block)
                 start = max(0, start - len(found))
 
-    return Part(
-        str(path), f"{path} {stat.st_size} {stat.st_mtime_ns}", rows.table(), lambda row: str(path), images
-    )
+    return Part(str(path), f"{path} {state_of(path)}", rows.table(), lambda row: str(path), images)

@@ -25,6 +25,7 @@ from dataset.convert.pixels import Scale, common_side, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown
 from dataset.fetch.source import Image
+from dataset.files import state_of
 from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES
 
@@ -66,7 +67,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
     Raises:
         ValueError: one line that names file, client and example.
     """
-    stat, scale, shapes, size = source.stat(), Scale(), set[tuple[int, int, int]](), 0
+    state, scale, shapes, size = state_of(source), Scale(), set[tuple[int, int, int]](), 0
     parts = []
     kinds: dict[str, Kind] = {}
     names: dict[str, Names] = {}
@@ -84,7 +85,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
                 where, client, f"{split}/{client}/{number}", split, _labels(features, kinds, names, where)
             )
         if rows is not None:
-            key = f"{source} {stat.st_size} {stat.st_mtime_ns} {named}"
+            key = f"{source} {state} {named}"
             parts.append(
                 Part(str(source), key, rows.table(), lambda _: str(source), _images(source, named, scale))
             )

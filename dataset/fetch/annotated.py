@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from dataset.files import utf8
 from dataset.partitions.assignments import NOBODY, csv_rows, deal
 from dataset.store.columns import FLAGGED_BOXES, schema
 from dataset.store.index import NAME, SPLITS, DatasetIndex, SplitIndex, in_another_split
@@ -232,11 +233,7 @@ def read_users(content: bytes, origin: str) -> Users:
     Raises:
         ValueError: that names file and line.
     """
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{origin} is not UTF-8 text") from None
-    rows = list(csv_rows(text, origin, ["image_id"]))
+    rows = list(csv_rows(utf8(content, origin), origin, ["image_id"]))
     if not rows:
         raise ValueError(f"{origin} lists no image: it needs at least one line below the column names")
     header = rows[0][1]

@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from dataset.fetch import source
 from dataset.fetch.source import Image, Records, Shard, Source
+from dataset.files import state_of
 
 MAX_IMAGE_BYTES = 1 << 26
 JPEG_SUFFIXES = (".jpg", ".jpeg")
@@ -150,8 +151,7 @@ def _folder_key(folder: Path, found: Iterable[tuple[str, Path]]) -> str:
     """SHA-256 over names, sizes and times of the images in a folder."""
     digest = hashlib.sha256(str(folder).encode())
     for image_id, path in found:
-        stat = path.stat()
-        digest.update(f"{image_id} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        digest.update(f"{image_id} {state_of(path)}\n".encode())
     return digest.hexdigest()
 
 

@@ -14,22 +14,19 @@ from dataset.fetch.source import Shard, delete_downloads
 from dataset.files import file_digest
 
 
-def parquet_shards(
-    repository: str, folder: Path, revision: str, endpoint: str | None = None
-) -> tuple[str, list[Shard]]:
+def parquet_shards(repository: str, folder: Path, revision: str) -> tuple[str, list[Shard]]:
     """The commit, and the parquet files of a repository at it, whose SHA-256 is checked on arrival.
 
     Args:
         repository: of a data set on Hugging Face.
         folder: where the shards come to, each when it is needed.
         revision: a commit (a prefix is enough), branch or tag.
-        endpoint: another server than huggingface.co.
 
     Raises:
         SourceError: when the repository cannot be listed, or has no parquet. huggingface_hub retries, and
             goes on with half files.
     """
-    api = HfApi(endpoint=endpoint)
+    api = HfApi()
     refused = f"cannot list {repository} at revision {revision} on Hugging Face"
     with _named(refused, "check the network and --revision, or give a local copy with --source DIR"):
         commits = api.list_repo_commits(repository, repo_type="dataset")
@@ -48,8 +45,7 @@ def parquet_shards(
                 f"cannot download {file.path}",
                 "the part that was downloaded is kept: run the command again",
             ):
-                place = {"repo_type": "dataset", "revision": commit, "endpoint": endpoint}
-                hf_hub_download(repository, file.path, local_dir=folder, **place)
+                hf_hub_download(repository, file.path, repo_type="dataset", revision=commit, local_dir=folder)
             digest = file_digest(target)
             if file.lfs is not None and digest != file.lfs.sha256:
                 target.unlink()

@@ -9,16 +9,14 @@ pycocotools fills polygons, as in COCO's own tools. It does not check runs, so t
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from pycocotools import mask as coco_mask
 
 from dataset.arrays import BoolArray, FloatArray, IntArray
-from dataset.store.annotations import VOID
+from dataset.store.annotations import VOID, encoded_mask
 
 MAX_PIXELS = 1 << 26
 """Most pixels of an image whose mask is drawn."""
@@ -159,6 +157,4 @@ def mask_png(objects: Sequence[tuple[int, Outline, str]], size: tuple[int, int])
         is_void |= inside & (mask != 0) & (mask != number)
         mask[inside] = number
     mask[is_void | of_group & (mask == 0)] = VOID
-    buffer = io.BytesIO()
-    Image.fromarray(mask).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded_mask(mask)

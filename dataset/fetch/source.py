@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataset.arrays import ByteArray
+from dataset.files import state_of
 
 BATCH = 64
 """Number of images in a batch."""
@@ -94,8 +95,7 @@ class Shard:
     @classmethod
     def on_disk(cls, path: Path, name: str) -> Shard:
         """A local file."""
-        stat = path.stat()
-        return cls(name, stat.st_size, lambda: path, f"{name} {stat.st_size} {stat.st_mtime_ns}")
+        return cls(name, path.stat().st_size, lambda: path, f"{name} {state_of(path)}")
 
 
 def digest_of(table: pa.Table) -> str:

@@ -30,6 +30,7 @@ from dataset.fetch.annotated import (
     Reading,
     fitted,
 )
+from dataset.files import utf8
 from dataset.store.annotations import BACKGROUND, DIFFICULT
 from dataset.store.index import SPLITS
 
@@ -203,10 +204,7 @@ def image_ids(content: bytes, where: str, split: str, known: Mapping[str, str]) 
 
 
 def _lines(content: bytes, origin: str) -> list[str]:
-    try:
-        return [line.strip() for line in content.decode("utf-8-sig").splitlines() if line.strip()]
-    except UnicodeDecodeError:
-        raise ValueError(f"{origin} is not UTF-8 text") from None
+    return [line.strip() for line in utf8(content, origin).splitlines() if line.strip()]
 
 
 def _owner(root: Element) -> str | None:

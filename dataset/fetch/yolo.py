@@ -28,6 +28,7 @@ from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.fetch.coco import Json, Reader
 from dataset.fetch.members import files_below
 from dataset.fetch.outlines import packed
+from dataset.files import utf8
 from dataset.store.index import SPLIT_NAMES
 
 NAMES = ("data.yaml", "data.yml", "classes.txt")
@@ -184,13 +185,13 @@ def _names(files: Mapping[str, bytes], origin: str) -> list[str]:
     where = f"{origin}: {name}"
     try:
         text = files[name].decode("utf-8-sig")
-        found = text.split("\n") if name.endswith(".txt") else yaml.safe_load(text)
+        if name.endswith(TEXT):
+            found: object = {"names": [line.strip() for line in text.rstrip().split("\n")]}
+        else:
+            found = yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as fault:
         raise ValueError(f"{where} cannot be read ({' '.join(str(fault).split())[:200]})") from None
-    if name.endswith(TEXT):
-        names: object = [line.strip() for line in text.rstrip().split("\n")]
-    else:
-        names = found.get("names") if isinstance(found, dict) else None
+    names: object = found.get("names") if isinstance(found, dict) else None
     if isinstance(names, dict) and all(type(number) is int for number in names):
         numbers = sorted(names)
         names = [names[number] for number in numbers] if numbers == [*range(len(numbers))] else None
@@ -226,11 +227,7 @@ def _upright_size(path: Path) -> tuple[tuple[int, int] | None, int]:
 
 def _lines(content: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
     """The number and the words of each line that is not empty."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{where} is not UTF-8 text") from None
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(utf8(content, where).split("\n"), 1):
         if words := line.split():
             yield number, words
 

@@ -5,19 +5,17 @@ Shape letters: N images of a split, M marks of some images, S side in pixels.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
-from dataset.arrays import ByteArray, Float32Array, IntArray
+from dataset.arrays import Float32Array, IntArray
 from dataset.flair.mini import MiniSpec, mini_index, scene_of, write_mini
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, outlines, shown
-from dataset.store.annotations import BACKGROUND, Annotation, Boxes, Masks, offsets_of
+from dataset.store.annotations import BACKGROUND, Annotation, Boxes, Masks, encoded_mask, offsets_of
 from dataset.store.index import DatasetIndex
 
 MASK, OBJECTS = "mask", "objects"
@@ -32,7 +30,7 @@ def masked_index(spec: MiniSpec) -> DatasetIndex:
 
     def masks(index: DatasetIndex, split: str) -> Masks:
         drawn = (outlines(scene, spec.image_size) for scene in _scenes(spec, index, split))
-        return Masks.of([_png(mask) for part in drawn for mask in part], len(CLASSES))
+        return Masks.of([encoded_mask(mask) for part in drawn for mask in part], len(CLASSES))
 
     return _annotated(spec, MASK, CLASSES, masks)
 
@@ -83,12 +81,6 @@ def _scenes(spec: MiniSpec, index: DatasetIndex, split: str) -> Iterator[Scene]:
     count = index.splits[split].num_images
     for start in range(0, count, _BATCH):
         yield scene_of(spec, index, split, np.arange(start, min(start + _BATCH, count)))
-
-
-def _png(mask: ByteArray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(mask).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def write_masked(path: Path, spec: MiniSpec) -> None:

@@ -171,9 +171,9 @@ def apple(folder: Path, base: str = APPLE) -> Source:
     )
 
 
-def hugging_face(folder: Path, revision: str = REVISION, endpoint: str | None = None) -> Source:
+def hugging_face(folder: Path, revision: str) -> Source:
     """``apple/flair`` at one commit; shards come to ``folder`` when needed, and their SHA-256 is checked."""
-    commit, shards = hub.parquet_shards(REPOSITORY, folder, revision, endpoint)
+    commit, shards = hub.parquet_shards(REPOSITORY, folder, revision)
     return ParquetSource(
         shards,
         schema=SCHEMA,

@@ -106,10 +106,7 @@ def main(argv: Sequence[str]) -> None:
             for path in draw(file, [dealt for _, dealt in measured], taxonomy, arguments.output_dir):
                 print(f"wrote {path}", file=sys.stderr)
         if arguments.output_file is not None:
-            drawn = {
-                recipe.name: {"kind": recipe.kind, "number": recipe.number, "seed": recipe.seed}
-                for recipe in recipes
-            }
+            drawn = {recipe.name: recipe.provenance for recipe in recipes}
             write_with(file, arguments.output_file, new, drawn)
             print(f"wrote {arguments.output_file}", file=sys.stderr)
 

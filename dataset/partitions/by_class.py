@@ -42,12 +42,7 @@ def clients_by_dirichlet(drawing: Drawing, beta: float, rng: Generator) -> Parti
         ValueError: when beta is not above 0, or no try gives each client enough images.
     """
     clients, num_images = drawing.num_clients, len(drawing.classes)
-    check_parameter(beta)
-    if clients * LEAST_IMAGES > num_images:
-        raise ValueError(
-            f"{num_images:,} images are not enough for {clients} clients with at least {LEAST_IMAGES} "
-            "images each: use fewer clients"
-        )
+    check_dirichlet(drawing, beta)
     for _ in range(MAX_TRIES):
         owner = np.empty(num_images, np.int64)
         sizes = np.zeros(clients, np.int64)
@@ -63,9 +58,25 @@ def clients_by_dirichlet(drawing: Drawing, beta: float, rng: Generator) -> Parti
         else:
             if sizes.min() >= LEAST_IMAGES:
                 return _of_owners(owner, clients)
-    raise ValueError(
-        f"in {MAX_TRIES} tries, Dir({beta:g}) never gave each of {clients} clients {LEAST_IMAGES} "
-        "images: use fewer clients or a larger parameter"
+    raise never_enough(drawing, beta)
+
+
+def check_dirichlet(drawing: Drawing, beta: float) -> None:
+    """Raise ValueError when beta is not above 0, or there are not `LEAST_IMAGES` for each client."""
+    check_parameter(beta)
+    clients, num_images = drawing.num_clients, len(drawing.classes)
+    if clients * LEAST_IMAGES > num_images:
+        raise ValueError(
+            f"{num_images:,} images are not enough for {clients} clients with at least {LEAST_IMAGES} "
+            "images each: use fewer clients"
+        )
+
+
+def never_enough(drawing: Drawing, beta: float) -> ValueError:
+    """The error after `MAX_TRIES` tries."""
+    return ValueError(
+        f"in {MAX_TRIES} tries, Dir({beta:g}) never gave each of {drawing.num_clients} clients "
+        f"{LEAST_IMAGES} images: use fewer clients or a larger parameter"
     )
 
 

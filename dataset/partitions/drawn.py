@@ -130,6 +130,11 @@ class Recipe:
         """``lda-0.5-clients-10-seed-42``; `read_name` reads it."""
         return partition_name(self.kind, self.number, self.seed, self.num_clients)
 
+    @property
+    def provenance(self) -> dict[str, str | float]:
+        """What a file says of a partition that was drawn so."""
+        return {"kind": self.kind, "number": self.number, "seed": self.seed}
+
 
 def name_for(name: str, seed: int) -> str:
     """``iid-clients-10-seed-3`` for ``iid-clients-10-seed-run`` in a run of seed 3; any other name itself.

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import s2cell
 
+from dataset.files import utf8
 from dataset.partitions.assignments import NOBODY, csv_rows
 
 LEAF_LEVEL = 30
@@ -27,16 +28,7 @@ Ids = npt.NDArray[np.uint64]
 
 
 def leaf_ids(latitudes: Sequence[float], longitudes: Sequence[float]) -> Ids:
-    """The smallest cell (of about a square centimetre) at each place, ``[N]``; degrees.
-
-    Raises:
-        ValueError: for a latitude beyond 90 degrees, a longitude beyond 180, or no number.
-    """
-    for latitude, longitude in zip(latitudes, longitudes):
-        if not (-90 <= latitude <= 90 and -180 <= longitude <= 180):
-            raise ValueError(
-                f"latitude {latitude}, longitude {longitude} is not a place on the earth (give degrees)"
-            )
+    """The smallest cell (of about a square centimetre) at each place on the earth, ``[N]``; degrees."""
     found = [s2cell.lat_lon_to_cell_id(lat, lon) for lat, lon in zip(latitudes, longitudes)]
     return np.array(found, np.uint64)
 
@@ -77,10 +69,7 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
     Raises:
         ValueError: that names file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
+    text = utf8(path.read_bytes(), str(path))
     found: dict[str, tuple[float, float]] = {}
     for where, row in csv_rows(text, str(path), ("image_id", "latitude", "longitude"), ()):
         try:

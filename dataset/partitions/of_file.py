@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from dataset.files import replacing
+from dataset.files import replacing, utf8
 from dataset.journal import free
 from dataset.partitions.assignments import NOBODY, csv_rows, deal
 from dataset.partitions.drawn import Images, Recipe, deals_any
@@ -96,10 +96,7 @@ def read_csv(file: DataFile, path: Path) -> PartitionIndex:
         ValueError: for a CSV that cannot be read, or an image that is not one of the training images; the
             message names file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
+    text = utf8(path.read_bytes(), str(path))
     ids = file.split(PARTITIONED).image_ids
     row_of = {image: row for row, image in enumerate(ids)}
     users, rows = [], []

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from dataset.arrays import FloatArray, IntArray
-from dataset.partitions.by_class import LEAST_IMAGES, MAX_TRIES
-from dataset.partitions.drawn import Drawing, check_parameter, drawn, of_parts
+from dataset.partitions.by_class import LEAST_IMAGES, MAX_TRIES, check_dirichlet, never_enough
+from dataset.partitions.drawn import Drawing, drawn, of_parts
 from dataset.store.index import PartitionIndex
 
 
@@ -23,23 +23,14 @@ def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
     Raises:
         ValueError: when beta is not above 0, or no try gives each client enough images.
     """
-    clients, num_images = drawing.num_clients, len(drawing.classes)
-    check_parameter(beta)
-    if clients * LEAST_IMAGES > num_images:
-        raise ValueError(
-            f"{num_images:,} images are not enough for {clients} clients with at least {LEAST_IMAGES} "
-            "images each: use fewer clients"
-        )
+    check_dirichlet(drawing, beta)
     rng = np.random.default_rng(drawing.seed)
-    order = rng.permutation(num_images)
+    order = rng.permutation(len(drawing.classes))
     for _ in range(MAX_TRIES):
-        parts = _cut(order, rng.dirichlet(np.repeat(beta, clients)))
+        parts = _cut(order, rng.dirichlet(np.repeat(beta, drawing.num_clients)))
         if min(map(len, parts)) >= LEAST_IMAGES:
             return of_parts(parts)
-    raise ValueError(
-        f"in {MAX_TRIES} tries, Dir({beta:g}) never gave each of {clients} clients {LEAST_IMAGES} "
-        "images: use fewer clients or a larger parameter"
-    )
+    raise never_enough(drawing, beta)
 
 
 @drawn("quantity-linear", numbered=False, of_any=True)

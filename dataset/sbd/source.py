@@ -7,16 +7,13 @@ Any folders may stand above these. A mask has the classes 0 (background) to 20, 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-
-from PIL import Image
 
 from dataset.fetch.annotated import COLUMNS, MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
 from dataset.fetch.voc import CLASSES, MAX_LIST_BYTES, MAX_MASK_BYTES, image_ids
 from dataset.sbd.matlab import byte_matrix
-from dataset.store.annotations import BACKGROUND
+from dataset.store.annotations import BACKGROUND, encoded_mask
 
 LISTS = ("train", "val")
 
@@ -61,6 +58,4 @@ def mask_png(content: bytes, origin: str) -> bytes:
         mask = byte_matrix(content, "GTcls", "Segmentation")
     except ValueError as error:
         raise ValueError(f"{origin} has no GTcls.Segmentation ({error})") from None
-    buffer = io.BytesIO()
-    Image.fromarray(mask).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded_mask(mask)

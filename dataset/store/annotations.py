@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dataset.arrays import BoolArray, ByteArray, Float32Array, IntArray
+from dataset.arrays import ByteArray, Float32Array, IntArray
 
 Kind = Literal["label set", "class", "mask", "boxes"]
 
@@ -168,15 +168,8 @@ class Boxes:
 
     def read(self, row: int) -> tuple[Float32Array, npt.NDArray[np.uint16]]:
         """The corners, ``[m, 4]``, and classes, ``[m]``, of one image's objects."""
-        here = self._of(row)
+        here = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
         return self.corners[here], self.classes[here]
-
-    def flagged(self, row: int, flag: int) -> BoolArray:
-        """Which of one image's objects are `CROWD`, or `DIFFICULT`, ``[m]``."""
-        return np.asarray(self.flags[self._of(row)] & flag > 0)
-
-    def _of(self, row: int) -> slice:
-        return slice(int(self.indptr[row]), int(self.indptr[row + 1]))
 
     def take(self, rows: IntArray) -> Boxes:
         """The objects of these images, in their order."""
@@ -310,6 +303,13 @@ def read_mask(png: bytes) -> ByteArray:
             return cast(ByteArray, np.asarray(image))
     except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise ValueError(f"its mask cannot be used ({' '.join(str(error).split())})") from None
+
+
+def encoded_mask(classes: ByteArray) -> bytes:
+    """The PNG of class numbers ``[H, W]``, which `read_mask` reads."""
+    buffer = io.BytesIO()
+    Image.fromarray(classes).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def offsets_of(counts: npt.NDArray[Any]) -> IntArray:

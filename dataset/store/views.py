@@ -376,24 +376,22 @@ class SingleLabelView(_View):
         return user_ids, rows, owner, int((~usable).sum())
 
 
-def _carved(
-    image_ids: Sequence[str], owner: IntArray, user_ids: Sequence[str], share: float, seed: int = 0
-) -> BoolArray:
+def _carved(image_ids: Sequence[str], owner: IntArray, user_ids: Sequence[str], share: float) -> BoolArray:
     """Whether each image, ``[N]``, becomes val: of every user those whose hashes are the smallest.
 
     A user of n images gives floor(n share + h) of them, but not all, where h in [0, 1) is a hash of the user.
     """
-    chance = np.array([_uniform(seed, "image", image) for image in image_ids], np.float64)
+    chance = np.array([_uniform("image", image) for image in image_ids], np.float64)
     order = np.lexsort((chance, owner))
     sizes = np.bincount(owner, minlength=len(user_ids))
     rank = np.empty(len(owner), np.int64)
     rank[order] = positions(sizes)
-    rounding = np.array([_uniform(seed, "user", user) for user in user_ids], np.float64)
+    rounding = np.array([_uniform("user", user) for user in user_ids], np.float64)
     moved = np.minimum(np.floor(sizes * share + rounding), sizes - 1)
     return np.asarray(rank < moved[owner])
 
 
-def _uniform(seed: int, purpose: str, name: str) -> float:
+def _uniform(purpose: str, name: str) -> float:
     """A number in [0, 1) that is a hash of the arguments."""
-    digest = hashlib.blake2b(f"carved val\x1f{seed}\x1f{purpose}\x1f{name}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"carved val\x1f0\x1f{purpose}\x1f{name}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53

@@ -39,6 +39,8 @@ CENTRAL = (*COMMON, "--centralised.num_epochs=2", "--centralised.batch_size=16")
 
 RESNET18 = ("--model.arch=resnet18", "--model.input_size=16")
 """Where the network of the paper matters."""
+ONE_ROUND = ("--federated.num_rounds=1", "--evaluation.best_by=last")
+"""Where the model that is saved must be a trained one, however little."""
 VISION_COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
 VISION_SMALL = (
     *VISION_COMMON,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.core.config.trees import Tree
@@ -37,10 +37,14 @@ def last_checkpoint(directory: Path) -> dict[str, Tensor]:
     return checkpoint.load(directory / "checkpoint" / "last.safetensors")[0]
 
 
+def saved(directory: Path) -> dict[str, Tensor]:
+    """The tensors of ``model.safetensors``."""
+    return dict(load_file(directory / "model.safetensors"))
+
+
 def weights(directory: Path) -> np.ndarray:
     """All that ``model.safetensors`` holds, as one vector."""
-    tensors = load_file(directory / "model.safetensors")
-    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+    return np.concatenate([tensor.numpy().ravel() for _, tensor in sorted(saved(directory).items())])
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:

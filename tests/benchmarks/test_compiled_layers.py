@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.core.config.trees import Tree
 from pfl_ext.engine.cpu.choice import chosen
-from tests.benchmarks.conftest import RESNET18, Train
+from tests.benchmarks.conftest import ONE_ROUND, RESNET18, Train
 from tests.benchmarks.moved import DRAWS, Scored, assert_as_near_as_rounding, inexact, watched
 from tests.benchmarks.run_files import results
 from tests.benchmarks.test_train import compiled_kernels
@@ -55,6 +55,6 @@ def test_compiled_layers_learn_what_torchs_learn(
 def test_a_network_whose_maps_are_too_small_for_bfloat16_is_trained_in_float32_and_says_so(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = [train(*RESNET18, f"--runtime.precision={p}", name=p) for p in ("bf16", "fp32")]
+    trained = [train(*RESNET18, *ONE_ROUND, f"--runtime.precision={p}", name=p) for p in ("bf16", "fp32")]
     assert "the bfloat16 gradient of torch is wrong for its layer4.0.conv1" in (capsys.readouterr().err)
     assert results(trained[0])["model_sha256"] == results(trained[1])["model_sha256"]

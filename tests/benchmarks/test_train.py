@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.tasks.multi_label_scores import COLUMNS
-from tests.benchmarks.conftest import RESNET18, SMALL, Refused, Train, killed_at
+from tests.benchmarks.conftest import ONE_ROUND, RESNET18, SMALL, Refused, Train, killed_at, train_into
 from tests.benchmarks.moved import LUCK, Scored, inexact, watched
 from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
 
@@ -38,6 +39,12 @@ def compiled_kernels() -> CpuKernels | None:
         return checked()
     except Unavailable:
         return None
+
+
+@pytest.fixture(scope="module")
+def plain(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of `train` without more words."""
+    return train_into(tmp_path_factory.mktemp("runs") / "plain", mini_file)
 
 
 def test_a_federated_run_leaves_what_the_contract_says(
@@ -211,15 +218,14 @@ def test_scaffold_killed_between_its_state_and_the_checkpoint_goes_on_from_the_o
     refused("control_variates.f32 is not the one that the checkpoint was written with", *extra, name="cut")
 
 
-def test_how_a_run_is_carried_out_does_not_change_it(train: Train) -> None:
-    one = train(name="one")
-    other = train("--runtime.prefetch=0", "--runtime.reader_threads=1", "--runtime.cache_gb=0", name="other")
-    assert results(one)["model_sha256"] == results(other)["model_sha256"]
-    assert lines(one) == lines(other)
+def test_how_a_run_is_carried_out_does_not_change_it(train: Train, plain: Path) -> None:
+    other = train("--runtime.prefetch=0", "--runtime.reader_threads=1", "--runtime.cache_gb=0")
+    assert results(plain)["model_sha256"] == results(other)["model_sha256"]
+    assert lines(plain) == lines(other)
 
 
-def test_the_seed_changes_the_run(train: Train) -> None:
-    assert results(train(name="a"))["model_sha256"] != results(train("--seed=1", name="b"))["model_sha256"]
+def test_the_seed_changes_the_run(train: Train, plain: Path) -> None:
+    assert results(plain)["model_sha256"] != results(train("--seed=1"))["model_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +285,8 @@ def test_fine_tuning_starts_from_a_local_weights_file_and_freezes_statistics(
             module.running_mean.fill_(0.01)  # type: ignore[union-attr]
             module.running_var.fill_(1.5)  # type: ignore[union-attr]
     torch.save(network.state_dict(), tmp_path / "imagenet.pth")
-    directory = train(*RESNET18, "--config=fl-f-17", f"--weights={tmp_path / 'imagenet.pth'}")
+    words = ("--config=fl-f-17", *ONE_ROUND, f"--weights={tmp_path / 'imagenet.pth'}")
+    directory = train(*RESNET18, *words)
     saved, _ = load(directory / "model.safetensors")
     means = [tensor for name, tensor in saved.items() if name.endswith("running_mean")]
     assert len(means) == 20
@@ -289,21 +296,22 @@ def test_fine_tuning_starts_from_a_local_weights_file_and_freezes_statistics(
 
 
 def test_a_finished_run_is_shown_again_and_not_repeated(
-    train: Train, capsys: pytest.CaptureFixture[str]
+    plain: Path, mini_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train()
-    before = (directory / "results.json").read_bytes()
+    before = (plain / "results.json").read_bytes()
     capsys.readouterr()
-    train()
-    assert (directory / "results.json").read_bytes() == before
+    train_into(plain, mini_file)
+    assert (plain / "results.json").read_bytes() == before
     shown = capsys.readouterr().out
     assert "training FL-R-17" not in shown
-    assert f"this run has already finished; its results, from {directory}:" in shown
+    assert f"this run has already finished; its results, from {plain}:" in shown
     assert "test, best model" in shown
 
 
-def test_another_config_may_not_take_over_a_run(train: Train, refused: Refused) -> None:
-    directory = train()
+def test_another_config_may_not_take_over_a_run(
+    train: Train, plain: Path, refused: Refused, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(plain, tmp_path / "run")
     rates = "(local.learning_rate: 0.1 -> 0.07; seed: 0 -> 5): choose another --run_dir"
     refused(rates, "--local.learning_rate=0.07", "--seed=5")
     refused(f"run_dir; to train this run for longer, add --extend {directory}", "--federated.num_rounds=9")

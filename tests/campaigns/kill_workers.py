@@ -33,7 +33,7 @@ from dataset.flair.mini import write_mini
 from tests.campaigns.kill_training import PHASES, PLACES, compare, outcome, tell
 from tests.campaigns.kinds import COMMON, KINDS, SPEC
 from tests.campaigns.lives import START, At, Phases
-from tests.launching import ROOT, command, environment
+from tests.launching import ROOT, alive, command, environment
 
 WORKERS = 2
 TIMEOUT_S = 8.0
@@ -55,14 +55,6 @@ OF_ANY_WORKER = (
     "benchmarks.core.recorder:Recorder.restore",
 )
 OF_WORKER_0 = (*PLACES["save"], "benchmarks.core.recorder:Recorder._write_line")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def worker(folder: Path, argv: list[str]) -> NoReturn:

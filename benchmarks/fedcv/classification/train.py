@@ -19,7 +19,7 @@ from benchmarks.core.clients import data_source
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment
-from benchmarks.core.mini import CLASSES, CLASSES_FILE, DataSource
+from benchmarks.core.mini import CLASSES, DataSource
 from benchmarks.fedcv.classification.config import CLASSIFICATION
 from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.train import VisualClassification
@@ -34,7 +34,7 @@ class FederatedClassification(VisualClassification):
     @classmethod
     def source(cls, config: Config) -> DataSource:
         """The file of ``data.dataset``."""
-        return data_source(config.data.dataset, "fedcv-data", CLASSES_FILE, CLASSES)
+        return data_source(config.data.dataset, "fedcv-data", CLASSES)
 
     def show(self, results: Tree) -> None:
         """The rows; those of the paper stand in the settings' files."""

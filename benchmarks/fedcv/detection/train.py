@@ -21,11 +21,11 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
+from benchmarks.core.mini import Mini, mini_file
 from benchmarks.fedcv.detection import results as box_results
 from benchmarks.fedcv.detection.config import DETECTION, Config, Run
-from benchmarks.fedcv.experiment import Mini, OfAnnotatedImages, draw_classes
+from benchmarks.fedcv.experiment import MINI, OfAnnotatedImages, draw_classes
 from dataset.cli import run as run_command
-from dataset.flair.mini import MiniSpec
 from dataset.flair.mini_outlines import write_boxed
 from dataset.store.box_view import BoxView
 from dataset.store.hdf5 import DataFile
@@ -35,16 +35,6 @@ from pfl_ext.tasks.detection import Detection
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import is_main
 
-MINI = MiniSpec(
-    train_users=40,
-    val_users=12,
-    test_users=20,
-    image_size=64,
-    num_fine_labels=17,
-    difficulty=0.25,
-    coarse_labels=2,
-)
-
 
 class FederatedDetection(OfAnnotatedImages[Config]):
     """This benchmark's side of a run: a box for each object, a partition of the file, COCO's mAP."""
@@ -52,7 +42,7 @@ class FederatedDetection(OfAnnotatedImages[Config]):
     benchmark = DETECTION
     headline = Detection.headline
     scores = ("loss", "mAP", "mAP50")
-    view_of, mini = BoxView, Mini("boxes", MINI, write_boxed)
+    view_of, mini = BoxView, Mini(MINI, mini_file(MINI, "-boxes"), write_boxed)
     without_val = "give data.val_share, as 0.1, or set data.scored to test and evaluation.best_by to last"
 
     def __init__(self, run: Run, file: DataFile) -> None:

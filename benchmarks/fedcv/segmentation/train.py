@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pfl.metrics import Metrics
@@ -21,25 +22,17 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
-from benchmarks.fedcv.experiment import Mini, OfAnnotatedImages, draw_classes
+from benchmarks.core.mini import Mini, mini_file
+from benchmarks.fedcv.experiment import MINI, OfAnnotatedImages, draw_classes
 from benchmarks.fedcv.segmentation import results as mask_results
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, Config
 from dataset.cli import run as run_command
-from dataset.flair.mini import MiniSpec
 from dataset.flair.mini_outlines import write_masked
 from dataset.store.mask_view import MaskView
 from pfl_ext.tasks.segmentation import Segmentation
 from pfl_ext.workers.distributed import is_main
 
-MINI = MiniSpec(
-    train_users=40,
-    val_users=12,
-    test_users=20,
-    image_size=48,
-    num_fine_labels=17,
-    difficulty=0.25,
-    coarse_labels=2,
-)
+SMALLER = replace(MINI, image_size=48)
 
 
 class FederatedSegmentation(OfAnnotatedImages[Config]):
@@ -48,7 +41,7 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
     benchmark = SEGMENTATION
     headline = Segmentation.headline
     scores = ("loss", "mIoU", "fwIoU", "pixel accuracy", "class accuracy")
-    view_of, mini = MaskView, Mini("masks", MINI, write_masked)
+    view_of, mini = MaskView, Mini(SMALLER, mini_file(SMALLER, "-masks"), write_masked)
 
     @classmethod
     def task_of(cls, config: Config, num_classes: int) -> Segmentation:

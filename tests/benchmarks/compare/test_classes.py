@@ -11,12 +11,10 @@ from benchmarks.compare import tables
 from benchmarks.compare.__main__ import WRITTEN, main
 from benchmarks.compare.latex import latex_classes
 from benchmarks.compare.reading import compare
-from tests.benchmarks.compare.test_compare import no_pictures
 from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
-__all__ = ["no_pictures"]
 RATE = "--local.learning_rate=0.3"
 SECTION = "AP of each class on test, best model"
 

@@ -14,15 +14,10 @@ from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RATE, SERVER = "local.learning_rate", "server.learning_rate"
 BY_RATE = ("--columns", RATE)
-
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No picture is written beside the page."""
-    monkeypatch.setattr("benchmarks.compare.charts.png", lambda *_: None)
-    monkeypatch.setattr("benchmarks.compare.charts.single", lambda *_: ())
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import tables
-from benchmarks.compare.booktabs import escaped
 from benchmarks.compare.latex import latex
 from benchmarks.compare.reading import compare
 from benchmarks.core.privacy_statement import rounded_up
+from benchmarks.reporting.booktabs import escaped
 from tests.benchmarks.compare.test_compare import hostile, whole_run
 from tests.benchmarks.made_runs import LOCALLY, make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run

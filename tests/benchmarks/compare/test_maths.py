@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from benchmarks.compare.__main__ import main
-from benchmarks.compare.booktabs import with_maths
+from benchmarks.reporting.booktabs import with_maths
 from tests.benchmarks.made_runs import LOCALLY, make_run
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.core.features import _Standardised
 from dataset.store.hdf5 import DataFile
@@ -20,6 +19,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.standardised import EPS
 from tests.benchmarks.conftest import Refused, killed_at, train_into
 from tests.benchmarks.core.test_features import HEAD, folders
+from tests.benchmarks.run_files import saved
 from tests.closeness import assert_close_as_vector
 
 SCATTER = (*HEAD, "--model.arch=scatternet", "--model.channel_norm=data", "--data.image_size=20")
@@ -39,10 +39,6 @@ def own_file(mini_file: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(mini_file, tmp_path / "own.hdf5"))
 
 
-def model_of(directory: Path) -> dict[str, Any]:
-    return dict(load_file(directory / "model.safetensors"))
-
-
 def test_a_private_run_releases_moments_counts_them_and_goes_on_with_the_same(
     own_file: Path, tmp_path: Path
 ) -> None:
@@ -50,13 +46,13 @@ def test_a_private_run_releases_moments_counts_them_and_goes_on_with_the_same(
     with killed_at(2):
         train_into(tmp_path / "killed", own_file, *SCATTER, *PRIVATE, code=130)
     killed = train_into(tmp_path / "killed", own_file, *SCATTER, *PRIVATE)
-    ours, theirs = model_of(killed), model_of(whole)
+    ours, theirs = saved(killed), saved(whole)
     assert torch.equal(ours["backbone.norm.mean"], theirs["backbone.norm.mean"])
     assert_close_as_vector(ours, theirs, 3 * 40 * 64)
     said = json.loads((whole / "privacy.json").read_text())
     assert said["as_executed"]["releases_before_training"] == [8, 8]
     assert "both releases are part of epsilon" in said["paragraph"]
-    other = model_of(train_into(tmp_path / "other", own_file, *SCATTER, *PRIVATE, "--seed=1"))
+    other = saved(train_into(tmp_path / "other", own_file, *SCATTER, *PRIVATE, "--seed=1"))
     assert not torch.equal(other["backbone.norm.mean"], theirs["backbone.norm.mean"])
     assert len(folders(own_file)) == 1, "features are those of all runs, before any moment"
 
@@ -71,7 +67,7 @@ def test_without_privacy_moments_are_exact_and_images_meet_the_layer_that_featur
         return "made up"
 
     monkeypatch.setattr("benchmarks.core.execute.probe_checksum", checksum)
-    saved = model_of(train_into(tmp_path / "run", own_file, *SCATTER))
+    tensors = saved(train_into(tmp_path / "run", own_file, *SCATTER))
     with DataFile(own_file) as file:
         split = file.split("train")
         images = torch.from_numpy(file.read_images("train", np.arange(split.num_images), 20))
@@ -85,10 +81,10 @@ def test_without_privacy_moments_are_exact_and_images_meet_the_layer_that_featur
     users = [plain[first:last].double() for first, last in pairwise(offsets)]
     mean = torch.stack([own.mean((0, 2, 3)) for own in users]).mean(0)
     square = torch.stack([own.square().mean((0, 2, 3)) for own in users]).mean(0)
-    assert_close_as_vector(saved["backbone.norm.mean"], mean.float(), 200)
+    assert_close_as_vector(tensors["backbone.norm.mean"], mean.float(), 200)
     scale = (square - mean.square() + EPS).rsqrt()
-    assert float((saved["backbone.norm.scale"] - scale).norm() / scale.norm()) < 1e-3, "digits cancel"
-    wide = [saved[f"backbone.norm.{name}"].numpy().repeat(25) for name in ("mean", "scale")]
+    assert float((tensors["backbone.norm.scale"] - scale).norm() / scale.norm()) < 1e-3, "digits cancel"
+    wide = [tensors[f"backbone.norm.{name}"].numpy().repeat(25) for name in ("mean", "scale")]
     features = plain.flatten(1).numpy()
     stored = SimpleNamespace(read=lambda split, rows: features[rows])
     rows = np.array([4, 0, 4])

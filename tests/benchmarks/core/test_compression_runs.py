@@ -23,7 +23,7 @@ from pfl_ext.algorithms.channel import FILE
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed, killed_at
-from tests.benchmarks.core import quadratics
+from tests.benchmarks.core import quadratics, worker_runs
 from tests.benchmarks.core.quadratics import Array, Direct, run_of, trajectory
 from tests.benchmarks.core.worker_runs import ROUNDS, SMALL
 from tests.benchmarks.run_files import lines, results
@@ -161,16 +161,7 @@ def test_bytes_are_counted_by_formula(train: Train) -> None:
     assert found == 4 * round(0.5 * (whole // 4)) + 8
 
 
-PRIVATE = (
-    "--config=pfl-r-17",
-    "--privacy.epsilon=50",
-    "--privacy.delta=0.01",
-    "--privacy.noise_cohort_size=10",
-    "--privacy.indicator_std_fraction=0.5",
-    "--privacy.clipping_bound=1000",
-    "--federated.num_rounds=1",
-    "--seed=1",
-)
+PRIVATE = (*worker_runs.PRIVATE, "--privacy.clipping_bound=1000", "--federated.num_rounds=1", "--seed=1")
 
 
 def test_a_private_run_clips_and_measures_the_compressed_update(train: Train) -> None:

@@ -67,12 +67,6 @@ def test_a_longer_run_that_is_killed_goes_on_itself(train: Train) -> None:
 @pytest.mark.parametrize(
     ("first", "words", "message"),
     [
-        ((), ("--federated.num_rounds=2",), "has 2 rounds: set federated.num_rounds to more"),
-        (
-            (),
-            ("--local.learning_rate=0.3",),
-            "is a run of another config (federated.num_rounds: 2 -> 4; local",
-        ),
         (("--runtime.keep_checkpoints=false",), (), "has no checkpoint, because a finished run keeps it"),
         (
             ("--evaluation.every_rounds=3",),
@@ -98,18 +92,17 @@ def test_what_would_be_another_run_is_refused(
     refused(message, "--federated.num_rounds=4", *words, f"--extend={short}", name="longer")
 
 
-def test_other_data_and_folders_without_a_run_are_refused(
+def test_other_configs_other_data_and_folders_without_a_run_are_refused(
     train: Train, refused: Refused, tmp_path: Path, classes_file: Path
 ) -> None:
     refused(f"--extend {tmp_path} has no run", f"--extend={tmp_path}")
     short = train(*KEPT, "--federated.num_rounds=2", name="short")
-    words = (f"--extend={short}", f"--data_path={classes_file}")
-    refused("is a run on other data: give its data file with --data_path", "--federated.num_rounds=4", *words)
-
-
-def test_a_longer_run_in_the_same_folder_is_told_how(train: Train, refused: Refused) -> None:
-    directory = train(*KEPT, "--federated.num_rounds=2")
-    refused(f"to train this run for longer, add --extend {directory}", "--federated.num_rounds=4")
+    longer = ("--federated.num_rounds=4", f"--extend={short}")
+    refused("has 2 rounds: set federated.num_rounds to more", *longer, "--federated.num_rounds=2")
+    changed = "is a run of another config (federated.num_rounds: 2 -> 4; local"
+    refused(changed, *longer, "--local.learning_rate=0.3")
+    said = "is a run on other data: give its data file with --data_path"
+    refused(said, *longer, f"--data_path={classes_file}")
 
 
 def test_a_config_that_was_edited_is_not_that_of_the_checkpoint(train: Train, refused: Refused) -> None:

@@ -29,7 +29,7 @@ from tests.benchmarks.conftest import SMALL, TINY, Refused, Train, killed_at, tr
 from tests.benchmarks.run_files import error_line, lines, results, said
 
 pytestmark = pytest.mark.xdist_group("faults")
-"""One process runs them all: `whole` and `short` are made once."""
+"""One process runs them all: `whole`, `cut_once` and `short` are made once."""
 
 PASSING = ("wall_clock_s",)
 
@@ -61,6 +61,19 @@ def whole(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def cut_once(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run that died in its sixth round, to be copied."""
+    with killed_at(4, recorded=True):
+        return train_into(tmp_path_factory.mktemp("runs") / "cut", mini_file, *LONG, code=130)
+
+
+@pytest.fixture
+def cut_off(cut_once: Path, tmp_path: Path) -> Path:
+    """The directory of `train`, with a copy of the run that died."""
+    return Path(shutil.copytree(cut_once, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
 def short(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished short run, to be copied."""
     return train_into(tmp_path_factory.mktemp("runs") / "short", mini_file, *SHORT)
@@ -74,25 +87,23 @@ def damage(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before(
-    whole: Path, train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+    whole: Path, train: Train, cut_off: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = cut(dies_in=4)
-    damage(directory / "checkpoint" / "last.safetensors")
+    damage(cut_off / "checkpoint" / "last.safetensors")
     capsys.readouterr()
     train(*LONG)
     said = capsys.readouterr().err
     assert "going on from the one before it" in said
-    assert f"resuming at round 2 from {directory}/checkpoint/last.previous.safetensors: rounds 2" in said
-    assert lines(directory) == lines(whole)
-    assert lasting(directory) == lasting(whole)
+    assert f"resuming at round 2 from {cut_off}/checkpoint/last.previous.safetensors: rounds 2" in said
+    assert lines(cut_off) == lines(whole)
+    assert lasting(cut_off) == lasting(whole)
 
 
 def test_a_damaged_checkpoint_never_takes_the_place_of_the_good_one(
-    whole: Path, train: Train, cut: Train, monkeypatch: pytest.MonkeyPatch
+    whole: Path, train: Train, cut_off: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill within the first save after a fall-back would leave no whole checkpoint."""
-    directory = cut(dies_in=4)
-    last = directory / "checkpoint" / "last.safetensors"
+    last = cut_off / "checkpoint" / "last.safetensors"
     damage(last)
     real = os.replace
 
@@ -105,7 +116,7 @@ def test_a_damaged_checkpoint_never_takes_the_place_of_the_good_one(
         patch.setattr(os, "replace", killed)
         train(*LONG, code=130)
     train(*LONG)
-    assert lasting(directory) == lasting(whole)
+    assert lasting(cut_off) == lasting(whole)
 
 
 USER_STATES = {
@@ -152,10 +163,9 @@ def test_a_damaged_state_of_a_user_costs_the_rounds_since_the_checkpoint_before(
     assert lasting(directory) == lasting(undisturbed)
 
 
-def test_two_damaged_checkpoints_are_refused(refused: Refused, cut: Train) -> None:
-    directory = cut(dies_in=4)
+def test_two_damaged_checkpoints_are_refused(refused: Refused, cut_off: Path) -> None:
     for name in ("last", "last.previous"):
-        damage(directory / "checkpoint" / f"{name}.safetensors")
+        damage(cut_off / "checkpoint" / f"{name}.safetensors")
     refused("nor is there one before it", *LONG)
 
 
@@ -181,20 +191,19 @@ def test_a_best_model_found_after_the_checkpoint_does_not_reach_the_resumed_run(
 def test_another_data_file_is_refused_and_a_copy_is_not(
     train: Train,
     refused: Refused,
-    cut: Train,
+    cut_off: Path,
     mini_file: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cut(dies_in=2)
     other = tmp_path / "other.hdf5"
     write_mini(other, replace(TINY, seed=1))
     refused("has a run on other data", *LONG, f"--data_path={other}")
     copy = Path(shutil.copy(mini_file, tmp_path / "copy.hdf5"))
-    directory = train(*LONG, f"--data_path={copy}")
-    assert "resuming at round 2" in capsys.readouterr().err
+    train(*LONG, f"--data_path={copy}")
+    assert "resuming at round 4" in capsys.readouterr().err
     train(*LONG, f"--data_path={other}", code=2)  # nor are its results shown as those of other data
-    assert len(results(directory)["data_sha256"]) == 64
+    assert len(results(cut_off)["data_sha256"]) == 64
 
 
 @pytest.mark.parametrize(
@@ -219,17 +228,16 @@ def test_a_data_file_that_was_changed_in_place_is_refused(
 
 
 def test_metrics_that_were_changed_under_a_checkpoint_are_refused(
-    train: Train, refused: Refused, cut: Train
+    train: Train, refused: Refused, cut_off: Path
 ) -> None:
-    directory = cut(dies_in=4)
-    metrics = directory / "metrics.jsonl"
+    metrics = cut_off / "metrics.jsonl"
     content = metrics.read_bytes()
     for changed in (content[:20], content.replace(b'"round": 1', b'"round": 7'), b""):
         metrics.write_bytes(changed)
         refused("metrics.jsonl does not belong to", *LONG)
     metrics.write_bytes(content + b'{"round": 5, "sec')  # a line that a kill cut off
     train(*LONG)
-    assert [line["round"] for line in lines(directory)] == list(range(7))
+    assert [line["round"] for line in lines(cut_off)] == list(range(7))
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "results.json", "checkpoint/data.json"])
@@ -250,17 +258,16 @@ def test_a_damaged_small_file_is_named_in_one_line(
 
 
 def test_the_run_directory_is_left_when_two_want_it(
-    refused: Refused, cut: Train, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, cut_off: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = cut(dies_in=2)
-    before = (directory / "metrics.jsonl").read_bytes()
+    before = (cut_off / "metrics.jsonl").read_bytes()
 
     def taken(*_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "taken")
 
     monkeypatch.setattr(fcntl, "flock", taken)
     refused("is in use by another process", *LONG)
-    assert (directory / "metrics.jsonl").read_bytes() == before
+    assert (cut_off / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.core.config.digests import config_tree, digest
@@ -23,6 +22,7 @@ from dataset.files import locked
 from pfl_ext.models.features import Split
 from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
 from tests.benchmarks.core.test_private import PRIVATE
+from tests.benchmarks.run_files import saved
 from tests.closeness import assert_close_as_vector
 
 HEAD = ("--model.trained=head", "--model.input_size=20", "--augment.flip=none", "--runtime.accumulate=fp64")
@@ -48,11 +48,6 @@ def computed() -> Iterator[mock.Mock]:
 
 def folders(data: Path) -> list[Path]:
     return sorted(data.with_name(f"{data.name}.features").glob("*"))
-
-
-def trained(directory: Path) -> dict[str, Tensor]:
-    """All parameters of the best model."""
-    return dict(load_file(directory / "model.safetensors"))
 
 
 WAYS = (
@@ -88,7 +83,7 @@ def test_the_model_is_that_of_images(words: tuple[str, ...], own_file: Path, tmp
         for name, more in (("features", ()), ("images", (EACH_ROUND,)))
     ]
     assert len(folders(own_file)) == 1
-    assert_close_as_vector(trained(runs[0]), trained(runs[1]), SINGLE_STEPS)
+    assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
 
 
 def test_users_are_fine_tuned_on_images_after_training_on_features(own_file: Path, tmp_path: Path) -> None:
@@ -128,7 +123,7 @@ def test_a_killed_run_goes_on_with_either(then: tuple[str, ...], own_file: Path,
     with killed_at(2):
         train_into(tmp_path / "killed", own_file, *HEAD, code=130)
     killed = train_into(tmp_path / "killed", own_file, *HEAD, *then)
-    assert_close_as_vector(trained(killed), trained(whole), SINGLE_STEPS)
+    assert_close_as_vector(saved(killed), saved(whole), SINGLE_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +223,10 @@ def test_half_precision_trains_on_rounded_features_to_the_bit(
     assert sizes[".f32"] == 2 * sizes[".f16"] > 0
     with mock.patch.object(Split, "features", rounded):
         other = Path(shutil.copy(own_file, tmp_path / "other.hdf5"))
-        expected = trained(train_into(tmp_path / "rounded", other, *options))
-    found = trained(half)
+        expected = saved(train_into(tmp_path / "rounded", other, *options))
+    found = saved(half)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    exact = trained(full)
+    exact = saved(full)
     assert any(not torch.equal(found[name], tensor) for name, tensor in exact.items())
     read = [json.loads((folder / "results.json").read_text()) for folder in (half, tmp_path / "rounded")]
     assert [one["last"] for one in read[:1]] == [one["last"] for one in read[1:]], "scores, too"

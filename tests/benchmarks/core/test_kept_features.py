@@ -22,11 +22,11 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.data.transforms import draw_crops
 from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
-from tests.benchmarks.core.test_features import CENTRAL, HALF, HEAD, SINGLE_STEPS, WAYS, folders, trained
+from tests.benchmarks.core.test_features import CENTRAL, HALF, HEAD, SINGLE_STEPS, WAYS, folders
 from tests.benchmarks.core.test_features import computed as computed
 from tests.benchmarks.core.test_features import own_file as own_file
 from tests.benchmarks.core.test_private import PRIVATE
-from tests.benchmarks.run_files import lines, results
+from tests.benchmarks.run_files import lines, results, saved
 from tests.closeness import assert_close_as_vector
 
 VIEWS = (*HEAD, "--augment.flip=both", "--model.input_size=18", "--augment.views=3")
@@ -61,7 +61,7 @@ def test_views_that_are_the_image_itself_train_the_model_of_the_image(
         views = train_into(tmp_path / "views", own_file, *fitting(words), side)
     plain = [word for word in fitting(words) if "augment.views" not in word]
     image = train_into(tmp_path / "image", own_file, *plain, side, "--augment.flip=none")
-    assert_close_as_vector(trained(views), trained(image), SINGLE_STEPS)
+    assert_close_as_vector(saved(views), saved(image), SINGLE_STEPS)
     assert len(folders(own_file)) == 2
 
 
@@ -86,7 +86,7 @@ def test_both_engines_see_the_same_views(words: tuple[str, ...], own_file: Path,
 
         with mock.patch.object(FeatureViews, "_drawn", noted):
             run = train_into(tmp_path / engine, own_file, *fitting(words), f"--runtime.engine={engine}")
-        models.append(trained(run))
+        models.append(saved(run))
         uses.append(used)
     assert uses[0] == uses[1]
     assert {view for _, view in uses[0]} == {0, 1, 2}

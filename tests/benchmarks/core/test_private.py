@@ -23,18 +23,13 @@ from pfl_ext.privacy.epsilon import epsilon_spent
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import RESNET18, Refused, Train
+from tests.benchmarks.core import worker_runs
 from tests.benchmarks.run_files import lines, results
 
 pytestmark = pytest.mark.xdist_group("private runs")
 """One process runs them all: runs that they share are made once, and calibrations are remembered."""
 
-PRIVATE = (
-    "--config=pfl-r-17",
-    "--privacy.epsilon=50",
-    "--privacy.delta=0.01",
-    "--privacy.noise_cohort_size=10",
-    "--privacy.indicator_std_fraction=0.5",
-)
+PRIVATE = worker_runs.PRIVATE
 
 
 def privacy(directory: Path) -> Tree:
@@ -290,7 +285,7 @@ def keys_of(tree: Any) -> set[str]:
 
 
 def test_a_public_run_writes_nothing_that_depends_on_the_training_images(train: Train) -> None:
-    """No exact figure of the training users is left in any file but the checkpoint; a full run has them."""
+    """No exact figure of the training users is left in any file but the checkpoint."""
     directory = train(*REAL, "--privacy.release=public")
     public = {"round", "learning_rate", "val", "privacy", "epsilon"}
     assert all(set(line) <= public for line in lines(directory))
@@ -303,9 +298,6 @@ def test_a_public_run_writes_nothing_that_depends_on_the_training_images(train: 
     assert not secret & keys_of(ended)
     assert {"test", "val", "per_class_ap", "model_sha256"} <= set(ended)
     assert not any("realised cohort" in text for text in statement["not_covered"])
-    full = train(*REAL, name="full")
-    assert {"data", "shots", "images", "wall_clock_s"} <= keys_of(results(full)) | keys_of(lines(full))
-    assert any("realised cohort" in text for text in privacy(full)["not_covered"])
     train(*REAL, "--privacy.release=public")  # a finished run is shown again
 
 
@@ -322,9 +314,14 @@ def test_a_public_release_is_of_a_run_with_a_guarantee(
     refused(message, *REAL, "--privacy.release=public", *argv)
 
 
-def test_a_real_run_names_no_simulated_system(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_run_names_no_simulated_system_and_has_exact_figures(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = train(*REAL)
     statement, output = privacy(directory), capsys.readouterr()
+    exact = keys_of(results(directory)) | keys_of(lines(directory))
+    assert {"data", "shots", "images", "wall_clock_s"} <= exact
+    assert any("realised cohort" in text for text in statement["not_covered"])
     assert "simulated_system" not in statement
     assert not statement["is_simulation"]
     assert "SIMULATED" not in output.err

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.flair.config import FLAIR, parse
@@ -25,17 +23,13 @@ from tests.benchmarks.core.test_channel_norm import SCATTER
 from tests.benchmarks.core.test_closed_form_runs import CENTRAL, HEAD, ONCE, head
 from tests.benchmarks.core.test_features import EACH_ROUND, folders
 from tests.benchmarks.core.test_private import PRIVATE
-from tests.benchmarks.run_files import results
+from tests.benchmarks.run_files import results, saved
 from tests.closeness import assert_close_as_vector
 
 RANDOM = ("--model.random_features=30", "--model.random_features_width=0.5")
 RIDGE = ("--federated.algorithm=fed3r", "--federated.options.ridge=1")
 ON_IMAGES = ("--model.trained=head", "--model.input_size=20", "--augment.flip=none")
 SINGLE_STEPS = 3 * 40 * 64  # roundings: as in `tests.benchmarks.core.test_features`
-
-
-def saved(directory: Path) -> dict[str, Any]:
-    return dict(load_file(directory / "model.safetensors"))
 
 
 TRAININGS = {

@@ -122,7 +122,7 @@ def test_no_scale_is_laid_over_the_config_of_a_run(
     words = ["--config", "run/config.yaml"]
     with pytest.raises(ValueError, match=r"needs the data file of its run, data/flair.hdf5, which is not"):
         Flair.resolve_data(words)
-    stand_in = Flair.source(config).mini
+    stand_in = Flair.source(config).mini.path
     assert Flair.resolve_data([*words, "--data_path=mini"]) == ([*words, "--data_path=mini"], stand_in)
     write_mini(stand_in, TINY)
     with DataFile(stand_in) as file:

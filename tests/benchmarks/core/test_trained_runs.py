@@ -6,7 +6,6 @@ import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -20,7 +19,7 @@ from dataset.cli import run
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_at
 from tests.benchmarks.core.test_private import LOCAL, PRIVATE
-from tests.benchmarks.run_files import last_checkpoint, results
+from tests.benchmarks.run_files import last_checkpoint, results, saved
 from tests.closeness import assert_close_as_vector
 
 LORA = ("--model.trained=lora", "--model.lora_rank=2", "--model.lora_alpha=4")
@@ -42,10 +41,6 @@ VALUES: dict[str, tuple[tuple[str, ...], int, int]] = {
     "bias": (("--model.trained=bias",), 0, 6 + 16 + 120 + 84 + PLAIN["fc3"]),
 }
 """Words, parameters that the network has besides, and those that are trained."""
-
-
-def saved(directory: Path) -> dict[str, Any]:
-    return dict(load_file(directory / "model.safetensors"))
 
 
 @pytest.mark.parametrize("value", VALUES)

@@ -24,7 +24,7 @@ from tests.benchmarks.conftest import Refused
 from tests.benchmarks.core.worker_runs import LOST_BY, LOST_IN, ROUNDS, RUNS, SMALL
 from tests.benchmarks.run_files import last_checkpoint, lines
 from tests.benchmarks.sparing import sparingly
-from tests.launching import LAUNCHERS, command, environment, needs_horovod, run
+from tests.launching import LAUNCHERS, alive, command, environment, needs_horovod, run
 
 Job = tuple[Path, str]
 TIMEOUT_S = 8.0
@@ -138,14 +138,6 @@ class Running:
         """The process ids of the two workers, which they printed at the start."""
         found = dict(re.findall(r"worker (\d): .* process (\d+)", self.output))
         return [int(found["0"]), int(found["1"])]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture

@@ -111,13 +111,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
-    found = results(train(draw=True, name="drawn"))
+    directory = train(draw=True)
+    found = results(directory)
     known = [value for value in found["per_class_iou"].values() if value is not None]
     assert list(found["per_class_iou"]) == list(CLASSES)
     assert found["test"]["mIoU"] == pytest.approx(np.mean(known))
     assert found["partition"]["users"] == 8
     for picture in ("masks", "per_class_iou", "per_user", "training_curve"):
-        assert (train(name="drawn") / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+        assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_test_users_are_scored_one_by_one_if_asked_for(
@@ -152,22 +153,21 @@ def test_a_mean_over_users_counts_those_with_a_score() -> None:
     assert experiment.rows(found).keys() == rows.keys() - {"mean of 2 test users", "mean of 3 test users"}
 
 
-@pytest.mark.parametrize(
-    "partition, warned", [("shards-2-clients-3-seed-0", True), ("iid-clients-3-seed-0", False)]
-)
 def test_a_partition_by_class_of_images_of_one_class_is_warned_of(
-    partition: str,
-    warned: bool,
-    train: Train,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: Train, masks_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here the images have several classes, of which one is the commonest."""
-    train(f"--data.partition={partition}", "--federated.num_rounds=1", name="several")
-    assert "warning" not in capsys.readouterr().err
-    monkeypatch.setattr(of_file, "MOST_ALIKE", 0.1)
-    train(f"--data.partition={partition}", "--federated.num_rounds=1")
-    assert ("With these images, a partition by class, such as lda" in capsys.readouterr().err) == warned
+    shards, iid = (f"--data.partition={kind}-clients-3-seed-0" for kind in ("shards-2", "iid"))
+    with DataFile(masks_file) as file:
+
+        def warning(partition: str) -> str | None:
+            return FederatedSegmentation(parse(["--config=camvid-fl", partition]), file).warning()
+
+        assert warning(shards) is None
+        monkeypatch.setattr(of_file, "MOST_ALIKE", 0.1)
+        assert warning(iid) is None
+    train(shards, "--federated.num_rounds=1")
+    assert "With these images, a partition by class, such as lda" in capsys.readouterr().err
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:

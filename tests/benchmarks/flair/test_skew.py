@@ -65,11 +65,11 @@ def test_label_counts_count_images_and_users() -> None:
 
 def test_dealt_users_keep_every_image_and_the_sizes_asked_for() -> None:
     sizes = np.array([5, 1, 1, 1])
-    owners = dealt_owners(sizes, 0)
+    owners = dealt_owners(sizes)
     assert np.bincount(owners["size_matched"]).tolist() == sizes.tolist()
     assert np.bincount(owners["equal"]).tolist() == [2, 2, 2, 2]
     assert owners["size_matched"].tolist() != owners["real"].tolist()
-    np.testing.assert_array_equal(owners["equal"], dealt_owners(sizes, 0)["equal"])
+    np.testing.assert_array_equal(owners["equal"], dealt_owners(sizes)["equal"])
 
 
 def test_emd_of_users_equals_the_naive_computation(mini_file: Path) -> None:
@@ -92,8 +92,3 @@ def test_emd_of_users_equals_the_naive_computation(mini_file: Path) -> None:
         )
     np.testing.assert_allclose(made.real, expected, rtol=1e-4)
     assert made.equal.mean() < made.size_matched.mean()
-
-
-def test_a_label_that_is_not_there_is_named(mini_file: Path) -> None:
-    with DataFile(mini_file) as file, pytest.raises(ValueError, match="'unicorn' is not among animal"):
-        emd_of_users(file, "train", image_size=20, label="unicorn")

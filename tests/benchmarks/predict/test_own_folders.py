@@ -22,25 +22,16 @@ from dataset.camvid.download_preprocess import CAMVID
 from dataset.cli import run
 from dataset.store.hdf5 import DataFile
 from dataset.street.download_preprocess import STREET
-from pfl_ext.models.small import NETWORKS
-from tests.benchmarks.fedcv.test_segmentation import Tiny as TinySegmenter
 from tests.benchmarks.predict.test_predict import OF_PLACES
+from tests.benchmarks.predict.test_predict import tiny as tiny
 from tests.benchmarks.sparing import sparingly
 from tests.dataset.fetch.made_layouts import make, write_files
-from tests.pfl_ext.tiny_detector import Tiny as TinyDetector
 
 WIDTH, HEIGHT = 40, 24
 SPLIT_OF = {
     f"{name}{k}": name for name, count in (("train", 6), ("val", 2), ("test", 3)) for k in range(count)
 }
 CATEGORIES = {20: "van", 10: "cart", 30: "sledge"}
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    NETWORKS.names()
-    monkeypatch.setitem(NETWORKS._things, "tiny_masks", TinySegmenter())
-    monkeypatch.setitem(NETWORKS._things, "tiny_boxes", TinyDetector())
 
 
 def encoded(pixels: np.ndarray, kind: str) -> bytes:

@@ -23,7 +23,8 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.personal_parts import FILE
 from tests.benchmarks.conftest import Train, train_into
 from tests.benchmarks.core.test_personal_runs import OPTION, WORDS, words
-from tests.benchmarks.predict.test_predict import COMMON, SPEC, numbers, results, rows_of
+from tests.benchmarks.predict.test_predict import COMMON, SPEC, numbers, rows_of
+from tests.benchmarks.run_files import results
 from tests.benchmarks.sparing import sparingly
 
 FEATURES = ("--augment.flip=none", "--augment.crop=crop", "--data.image_size=18")

@@ -16,7 +16,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import average_precision_score
 
-from benchmarks.core.config.trees import Tree
 from benchmarks.fedcv.detection.train import main as detect
 from benchmarks.fedcv.segmentation.train import main as segment
 from benchmarks.predict import trained
@@ -36,6 +35,7 @@ from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.detection_scores import CLASS, NO_BOX
 from tests.benchmarks.conftest import TINY, train_into
 from tests.benchmarks.fedcv.test_segmentation import Tiny as TinySegmenter
+from tests.benchmarks.run_files import results
 from tests.benchmarks.sparing import sparingly
 from tests.pfl_ext.tiny_detector import Tiny as TinyDetector
 
@@ -62,10 +62,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def labelled(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with any number of labels an image."""
     return train_into(tmp_path_factory.mktemp("run") / "run", mini_file)
-
-
-def results(directory: Path) -> Tree:
-    return dict(json.loads((directory / "results.json").read_text()))
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

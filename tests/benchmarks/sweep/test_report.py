@@ -114,7 +114,7 @@ def test_no_line_of_the_picture_runs_along_its_frame(tmp_path: Path, monkeypatch
     points = [{"local.max_images": i + 1, "server.learning_rate": 0.001 + i * 0.099 / 39} for i in range(40)]
     rows = [Row(i, point, "finished", 10.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
     figures: list[Figure] = []
-    monkeypatch.setattr("benchmarks.sweep.report.save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("benchmarks.sweep.report.save_both", lambda figure, stem: figures.append(figure))
     assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
     score, _, images, rate = figures[0].axes
     for axes, low, high in ((score, 10, 49), (rate, np.log10(0.001), np.log10(0.1))):

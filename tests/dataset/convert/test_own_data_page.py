@@ -84,7 +84,7 @@ def spelt_out(command: str) -> list[str]:
     """What runs a command, `warmly`; make's is the one that it would run."""
     words = shlex.split(command)
     if words[0] == "make":
-        asked = ["make", "-n", "-s", "-C", str(ROOT), *words[1:]]
+        asked = ["make", "-n", "-s", "-o", ".venv/.ready", "-C", str(ROOT), *words[1:]]
         said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
         (line,) = [line for line in said.splitlines() if " -m benchmarks." in line]
         words = shlex.split(line)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from dataset.cli import SourceError, run
-from dataset.fetch import http
+from dataset.fetch import http, hugging_face
 from dataset.fetch.http import Patience, fetch, retry_after
 from dataset.fetch.http import remote as remote_file
 from dataset.flair import download_preprocess, sources
@@ -132,10 +134,9 @@ def test_hugging_faces_shards_survive_a_bad_day(
     write_parquet(server.root, rows)
     shards = [f"data/train-0000{i}-of-00003.parquet" for i in range(3)]
     server.faults = {shards[0]: [500], shards[1]: ["flipped"], shards[2]: [404]}
-    real = sources.hugging_face
-    monkeypatch.setattr(
-        sources, "hugging_face", lambda folder, revision: real(folder, revision, server.url[:-1])
-    )
+    for name in ("HfApi", "hf_hub_download"):
+        there = partial(getattr(huggingface_hub, name), endpoint=server.url[:-1])
+        monkeypatch.setattr(hugging_face, name, there)
     output = tmp_path / "f.hdf5"
     codes: list[int] = []
     while not output.exists() and len(codes) < 5:

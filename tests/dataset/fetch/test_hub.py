@@ -79,14 +79,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: Path, hub: Hub) -> None:
-    source = sources.hugging_face(tmp_path / "down")
+    source = sources.hugging_face(tmp_path / "down", sources.REVISION)
     assert source.provenance["revision"] == COMMIT
     assert source.download_bytes == sum(path.stat().st_size for path in hub.root.rglob("*.parquet"))
     next(iter(source.records(0)))
     assert hub.downloads == [("data/train-00000-of-00003.parquet", COMMIT)]
     assert found_in(source) == expected(records(30))
     assert len(hub.downloads) == 3
-    again = sources.hugging_face(tmp_path / "down")  # a later run: all is there
+    again = sources.hugging_face(tmp_path / "down", sources.REVISION)  # a later run: all is there
     assert again.download_bytes == 0
     assert found_in(again) == expected(records(30))
     assert len(hub.downloads) == 3
@@ -108,9 +108,9 @@ def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: P
 def test_a_shard_that_arrives_damaged_is_not_kept(tmp_path: Path, hub: Hub) -> None:
     hub.damage = True
     with pytest.raises(OSError, match=r"data/train-00000-of-00003\.parquet was damaged in the download"):
-        found_in(sources.hugging_face(tmp_path / "down"))
+        found_in(sources.hugging_face(tmp_path / "down", sources.REVISION))
     hub.damage = False
-    assert found_in(sources.hugging_face(tmp_path / "down")) == expected(records(30))
+    assert found_in(sources.hugging_face(tmp_path / "down", sources.REVISION)) == expected(records(30))
 
 
 def test_an_unknown_revision_is_said_in_one_line(tmp_path: Path, hub: Hub) -> None:

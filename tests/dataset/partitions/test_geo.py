@@ -43,7 +43,7 @@ def test_ancestors_are_those_of_s2cell(latitude: float, longitude: float, level:
 
 def test_places_are_on_the_earth_up_to_its_poles_and_its_date_line(tmp_path: Path) -> None:
     places = [(90.0, 180.0), (-90.0, -180.0)]
-    beyond = [(90.5, 0.0), (-90.5, 0.0), (0.0, 180.5), (0.0, -180.5), (float("nan"), 0.0)]
+    beyond = [(90.01, 0.0), (-90.01, 0.0), (0.0, 180.01), (0.0, -180.01), (float("nan"), 0.0)]
     path = tmp_path / "places.csv"
 
     def listed(*places: tuple[float, float]) -> dict[str, tuple[float, float]]:
@@ -56,8 +56,6 @@ def test_places_are_on_the_earth_up_to_its_poles_and_its_date_line(tmp_path: Pat
     for place in beyond:
         with pytest.raises(ValueError, match="is not a place on the earth"):
             listed(place)
-        with pytest.raises(ValueError, match="is not a place on the earth"):
-            leaf_ids(*([each] for each in place))
 
 
 def test_a_cell_is_divided_only_while_it_holds_too_many() -> None:
@@ -103,11 +101,6 @@ def test_every_image_lies_in_its_cell_and_no_cell_could_have_stayed_whole(seed: 
 
 
 def test_what_is_no_place_is_said(tmp_path: Path) -> None:
-    assert len(leaf_ids([90.0, -90.0], [180.0, -180.0])) == 2
-    beyond = [(90.01, 0.0), (-90.01, 0.0), (0.0, 180.01), (0.0, -180.01)]
-    for latitude, longitude in beyond:
-        with pytest.raises(ValueError, match=f"latitude {latitude}, longitude {longitude} is not a place"):
-            leaf_ids([latitude], [longitude])
     with pytest.raises(ValueError, match="give a number of at least 1"):
         geo_partition(np.zeros(0, np.uint64), 0)
     path = tmp_path / "c.csv"

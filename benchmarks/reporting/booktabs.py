@@ -21,6 +21,8 @@ PLAIN = {
     "|": r"\textbar{}",
     '"': r"\char34{}",  # babel gives it a meaning in some languages
     "±": r"$\pm$",
+    "×": r"$\times$",
+    "→": r"$\to$",
     "–": "--",
     "−": "$-$",
     "…": r"\ldots{}",
