@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier, memory_format
+from pfl_ext.models.probing import agree, two_images
 
 LARGEST_MAP = 4
 """Largest size of a map relative to its image, both in bytes; beyond, maps are not worth their memory."""
@@ -115,8 +116,7 @@ class Prefix:
         self._format = torch.contiguous_format if weight is None else memory_format(weight)
         network.set_submodule(self.last, _End(network.get_submodule(self.last)))
         side = whole.input_size
-        images = torch.arange(2 * side**2 * 3).view(2, side, side, 3)
-        made = (images * 37 % 256).to(torch.uint8)
+        made = two_images(side)
         self._shape = tuple(self._run(made).shape[1:])
         maps = torch.from_numpy(self.maps(made))
         if maps.shape[1] * 4 > LARGEST_MAP * side**2 * 3:
@@ -129,7 +129,7 @@ class Prefix:
                 alone, outputs = self.classifier(maps), whole(made)
         except RuntimeError as fault:
             raise ValueError(f"the layers after {self.last} cannot be run by themselves") from fault
-        if not torch.allclose(alone, outputs, rtol=1e-3, atol=1e-3 * float(outputs.abs().max())):
+        if not agree(alone, outputs, 1e-3):
             raise ValueError(f"more than the blocks up to {self.last} stands before the trained ones")
 
     def maps(self, images: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
