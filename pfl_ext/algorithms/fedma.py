@@ -223,10 +223,9 @@ class FedMA(Algorithm[Networks]):
 
     def _shares(self) -> list[float]:
         """Each user's weight in a mean; they add up to 1."""
-        users, weights = self.context.users, [1.0] * len(self.users)
+        weights = [1.0] * len(self.users)
         if self.context.by_images:
-            with users.only(self.users):
-                weights = [float(member.num_images) for member in users.members(len(self.users))]
+            weights = self.context.users.images[self.users].astype(float).tolist()
         total = sum(weights)
         return [weight / total if total else 1 / len(weights) for weight in weights]
 

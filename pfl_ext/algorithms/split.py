@@ -255,11 +255,9 @@ class Split(Algorithm[SplitState]):
         sent. Once: the client's weights, with their momentum where it is handed over, down and up.
         """
         users, wire = self.context.users, Wire()
-        with users.only(np.arange(users.num_users)):
-            members = users.members(users.num_users)
-        passes = sum(member.num_passes for member in members) / len(members)
-        largest = max(members, key=lambda member: member.num_images)
-        images, targets, _ = next(users.read(largest).iter(self.context.local.local_batch_size))
+        passes = int(users.passes.sum()) / users.num_users
+        largest = users.user_dataset(int(users.images.argmax()))
+        images, targets, _ = next(largest.iter(self.context.local.local_batch_size))
         module = self.context.model.pytorch_model
         with torch.no_grad():
             x, targets = module.prepare(images[:1].to(module.mean.device), targets[:1])

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
@@ -82,9 +81,7 @@ class Vertical(Algorithm[Weights]):
                 "vertical does not allow flips and scaled crops, because they would give a party the "
                 "pixels of another party: set augment.flip to none and augment.crop to crop or padded"
             )
-        with users.only(np.arange(users.num_users)):
-            largest = max(users.members(users.num_users), key=lambda member: member.num_images)
-        height = users.read(largest).raw_data[0].shape[1]
+        height = users.user_dataset(int(users.images.argmax())).raw_data[0].shape[1]
         refuse_beyond_memory(
             2 * users.total_images * 3 * height**2,
             "vertical has all images of a round in memory at once",
@@ -158,9 +155,7 @@ class Vertical(Algorithm[Weights]):
     def bytes(self, state: Weights) -> Traffic:
         """A host's traffic of a round, averaged over users: K numbers up and down for each image and pass."""
         users = self.context.users
-        with users.only(np.arange(users.num_users)):
-            members = users.members(users.num_users)
-        passes = self.context.cohort_size * sum(m.num_passes for m in members) / len(members)
+        passes = self.context.cohort_size * int(users.passes.sum()) / users.num_users
         module = self.context.model.pytorch_model
         with torch.no_grad():
             blank = torch.zeros(1, *module.input_shape, device=module.mean.device)

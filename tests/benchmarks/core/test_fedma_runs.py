@@ -111,7 +111,7 @@ def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
         counts = []
         for user in self.users:
             rows = self.context.users.partition.rows_of(int(user))
-            counts.append((np.asarray(self.context.users._store.targets(rows)) > 0).sum(0))
+            counts.append((np.asarray(self.context.users.store.targets(rows)) > 0).sum(0))
         images = [len(self.context.users.partition.rows_of(int(user))) for user in self.users]
         for name in layer.variables:
             for k in range(layer.neurons):
