@@ -36,6 +36,7 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.personal_steps import optimizer_of
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Member
 from pfl_ext.data.user_images import Batch, UserImages
@@ -196,10 +197,7 @@ class Split(Algorithm[SplitState]):
 
     def _optimizer(self, part: Part, rate: float, momentum: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         """A new optimiser for the variables of a part."""
-        optimizer: torch.optim.Optimizer = self.context.model.new_local_optimizer(learning_rate=rate)
-        own = {id(p) for p in part.parameters.values()}
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in own]
+        optimizer = optimizer_of(self.context.model, rate, part.parameters.values())
         for name, parameter in part.parameters.items():
             if name in momentum:
                 optimizer.state[parameter][BUFFER] = momentum[name].clone()

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.personal_steps import optimizer_of
 from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire
 from pfl_ext.data.user_images import Batch
 from pfl_ext.models.memory import refuse_beyond_memory
@@ -98,7 +99,10 @@ class Vertical(Algorithm[Weights]):
         self.clients.model(state)
         users.set_round(number)
         images = users.pooled(self.context.cohort_size)
-        optimizers = [self._optimizer(place, local.local_learning_rate) for place in self.places]
+        optimizers = [
+            optimizer_of(self.context.model, local.local_learning_rate, network.parameters())
+            for network in self.parties.networks
+        ]
         total, passes = 0.0, 0
         for _ in range(local.local_num_epochs):
             for batch in images.iter(local.local_batch_size):
@@ -108,19 +112,6 @@ class Vertical(Algorithm[Weights]):
         if passes:
             line["train_loss"] = round(total / passes, 6)
         return self.clients.weights(), line
-
-    @property
-    def places(self) -> range:
-        """Numbers of the parties; the guest has 0."""
-        return range(len(self.parties.networks))
-
-    def _optimizer(self, place: int, rate: float) -> torch.optim.Optimizer:
-        """A new optimiser for the network of a party."""
-        optimizer: torch.optim.Optimizer = self.context.model.new_local_optimizer(learning_rate=rate)
-        own = {id(p) for p in self.parties.networks[place].parameters()}
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in own]
-        return optimizer
 
     def _step(self, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> float:
         """Make a step of every party on a batch; returns the batch's mean loss, which the guest computes."""
@@ -133,11 +124,11 @@ class Vertical(Algorithm[Weights]):
         torch.autograd.backward(loss)
         gradient = total.grad
         assert gradient is not None
-        for place, output in enumerate(outputs):
+        for place, (output, optimizer) in enumerate(zip(outputs, optimizers)):
             own = gradient if place == 0 else self.wire.send(gradient, up=False)
             torch.autograd.backward(output, own)
-            optimizers[place].step()
-            optimizers[place].zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         return float(loss.detach())
 
     def model(self, state: Weights) -> PyTorchModel:
