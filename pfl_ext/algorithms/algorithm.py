@@ -317,7 +317,7 @@ def is_finite(model: PyTorchModel) -> bool:
 
 def trained_bytes(module: ImageClassifier) -> int:
     """Size in bytes of the variables that training changes."""
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 ALGORITHMS: Registry[type[Choice]] = Registry("pfl_ext.algorithms", "federated.algorithm")

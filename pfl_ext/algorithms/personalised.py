@@ -279,7 +279,7 @@ class Personalised(ServerModelAlgorithm):
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """The shared variables go down; their compressed update goes up."""
-        size = sum(p.numel() * p.element_size() for n, p in state.variable_map.items() if n in self.shared)
+        size = sum(p.nbytes for n, p in state.variable_map.items() if n in self.shared)
         return Traffic(size, size if self.channel is None else self.channel.num_bytes)
 
 

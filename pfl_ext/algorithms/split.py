@@ -72,8 +72,7 @@ class Wire:
 
     def send(self, tensor: Tensor, up: bool) -> Tensor:
         """The tensor as it arrives at the server (``up``) or at the client."""
-        size = tensor.numel() * tensor.element_size()
-        self.up, self.down = self.up + size * up, self.down + size * (not up)
+        self.up, self.down = self.up + tensor.nbytes * up, self.down + tensor.nbytes * (not up)
         return tensor.detach().clone()
 
 
@@ -265,7 +264,7 @@ class Split(Algorithm[SplitState]):
                 x = part(x)
                 wire.send(x, up=place == 0)
                 wire.send(x, up=place == 1)  # the gradient, which has the same size
-        handed = sum(_size(p) for part in self.parts[::2] for p in part.parameters.values())
+        handed = sum(p.nbytes for part in self.parts[::2] for p in part.parameters.values())
         handed *= 2 if state.momentum else 1
         return Traffic(*(round(passes * each) + handed for each in (wire.down, wire.up)))
 
@@ -285,7 +284,3 @@ def _line(members: Sequence[Member], losses: Tensor) -> dict[str, Any]:
     line = {"users": len(members), "images": sum(member.num_images for member in members)}
     total, passes = losses.tolist()
     return {**line, "train_loss": round(total / passes, 6)} if passes else line
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
