@@ -25,17 +25,21 @@ LARGEST_MAP = 4
 """Largest size of a map relative to its image, both in bytes; beyond, maps are not worth their memory."""
 
 
-class Passed(nn.Module):
-    """Holds a module's layers under their names, but runs none: it returns its input."""
+class Holding(nn.Module):
+    """Holds a module's layers, parameters and buffers, with the same names and order."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, child in layer.named_children():
+        for name, child in module.named_children():
             self.add_module(name, child)
-        for name, parameter in layer.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        for name, buffer in layer.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name in layer.state_dict())
+        for name, buffer in module.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in module.state_dict())
+
+
+class Passed(Holding):
+    """Holds a module's layers, but runs none: it returns its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, unchanged."""
