@@ -212,19 +212,6 @@ def test_global_random_state_does_not_matter() -> None:
     assert torch.equal(*results)
 
 
-def test_with_beta_0_fedavgm_is_fedavg_to_the_bit() -> None:
-    store = NumberedStore([5, 3, 40])
-    plain = train(store, rounds=3, cohort=2, server=lambda p: torch.optim.SGD(p, lr=1.0))
-    momentum = {"learning_rate": 1.0, "momentum": 0.0}
-    assert torch.equal(train(store, rounds=3, cohort=2, server=lambda p: server(p, momentum)), plain)
-    momentum["momentum"] = 0.9
-    assert not torch.equal(train(store, rounds=3, cohort=2, server=lambda p: server(p, momentum)), plain)
-
-
-def server(parameters: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
-    return OptimizerConfig(**options).build(parameters)
-
-
 def backend_with(postprocessor: Any, **options: Any) -> CohortBackend:
     store = NumberedStore([3, 2, 4])
     data = FederatedImageDataset(store, WHOLE, seed=1, **options)
