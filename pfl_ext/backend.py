@@ -10,6 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -294,10 +295,7 @@ class CohortBackend(SimulatedBackend):
         """The worker's sum of weighted, clipped updates, and its metrics under pfl's names."""
         by_images, scaling = self._weighting()
         workers, cohort = get_ops().distributed, self._images.members(context.cohort_size)
-
-        def weight(member: Member) -> float:
-            return float(member.num_images) if by_images else 1.0
-
+        weight = partial(Member.weight, by_images=by_images)
         if self._tuner is not None and rule.correction is None:  # timing would change it
             self._tuner.tune(engine, Round(self._images, cohort, local, weight, scaling, rule))
             self._tuner = None

@@ -312,7 +312,7 @@ class PflLoop(ServerModelAlgorithm):
         return next((stage for stage in self._stages if isinstance(stage, Channel)), None)
 
     def _kept(self) -> dict[str, UserState]:
-        parts = {STATE: self._algorithm.user_state, CHANNEL: self._channel}
+        parts = {STATE: self._algorithm.user_state, CHANNEL: self._channel and self._channel.errors}
         return {prefix: part for prefix, part in parts.items() if part is not None}
 
     def bytes(self, state: PyTorchModel) -> Traffic:

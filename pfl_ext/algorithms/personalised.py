@@ -266,7 +266,8 @@ class Personalised(ServerModelAlgorithm):
         return {"clients": clients}
 
     def _kept(self) -> Mapping[str, UserState]:
-        return {USERS: self.parts} | ({} if self.channel is None else {CHANNEL: self.channel})
+        errors = self.channel and self.channel.errors
+        return {USERS: self.parts} | ({} if errors is None else {CHANNEL: errors})
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
         """The tensors of the model, the server's optimiser and the users."""

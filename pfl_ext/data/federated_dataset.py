@@ -115,6 +115,10 @@ class Member:
     num_passes: int
     """Number of images in all steps together."""
 
+    def weight(self, by_images: bool) -> float:
+        """Its weight in a mean: its number of images, or 1."""
+        return float(self.num_images) if by_images else 1.0
+
 
 Sampler = Literal["fixed", "replacement", "poisson", "cyclic", "proportional", "proportional_replacement"]
 

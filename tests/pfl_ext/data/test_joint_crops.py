@@ -27,7 +27,8 @@ def torchvisions_boxes(boxes: Tensor, crop: Tensor, input_size: int) -> Tensor:
     part = TF.pad(BoundingBoxes(boxes, **canvas), [border])
     part = TF.resized_crop(part, top + border, left + border, height, width, [input_size, input_size])
     part = TF.horizontal_flip(part) if flip_h else part
-    return (TF.vertical_flip(part) if flip_v else part).as_subclass(Tensor)
+    moved: Tensor = TF.vertical_flip(part) if flip_v else part
+    return moved.as_subclass(Tensor)
 
 
 @pytest.mark.parametrize("crop", ["crop", "padded"])
