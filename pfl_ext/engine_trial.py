@@ -125,10 +125,8 @@ class Trial:
             total = added_up(engine.train_alone(self.images.read(m), local) for m in self.members)
         else:
             by_images, private = self.weighting
-            tasks, weight = (
-                engine.tasks(self.members, local, private),
-                partial(Member.weight, by_images=by_images),
-            )
+            tasks = engine.tasks(self.members, local, private)
+            weight = partial(Member.weight, by_images=by_images)
             total = added_up([engine.train(self.images, tasks, local, weight, private, self.rule).update])
         engine.take_losses()
         return total

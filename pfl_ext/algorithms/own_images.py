@@ -100,9 +100,8 @@ class Scores:
     def _score(self, rows: IntArray) -> tuple[Tensor, Tensor, Any]:
         """Losses ``[m]`` and predictions ``[m, ...]`` of m rows, and their annotations."""
         images, annotations = self._store.read(rows)
-        losses, predictions = zip(
-            *scored_in_batches(self._module, images, annotations, autocast_of(self._model))
-        )
+        amp = autocast_of(self._model)
+        losses, predictions = zip(*scored_in_batches(self._module, images, annotations, amp))
         return torch.cat(losses), torch.cat(predictions), annotations
 
     def _columns(self, losses: Tensor, predictions: Tensor, annotations: Any) -> Mapping[str, float]:
