@@ -198,11 +198,8 @@ class CohortBackend(SimulatedBackend):
             return self._finish(context, *self._add_cohort(algorithm, context))
         rule = rule_of(algorithm, model, context)
         local = self._local_training(algorithm, rule, model, context)
-        if local is not None and rule is not None and not self._holds(local, rule, model, algorithm, context):
-            local = None
-        if isinstance(local, LocalTraining):
+        if local is not None and rule is not None and self._holds(local, rule, model, algorithm, context):
             assert self.engine is not None
-            assert rule is not None
             if self._only_norms_matter() and (rule.sends_update_alone or self._weighting()[1] is None):
                 return self._finish(context, *self._train_cohort(self.engine, local, context, rule))
             if rule.correction is None:

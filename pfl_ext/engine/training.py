@@ -223,6 +223,10 @@ class Batch(NamedTuple):
     crops: Tensor  # [B, 6]
     shares: Tensor  # [B], of the loss
 
+    def on(self, device: torch.device) -> Batch:
+        """The batch on a device, without waiting for its copy."""
+        return Batch(*(t.to(device, non_blocking=True) for t in self))
+
 
 def joined(batches: Sequence[Batch]) -> tuple[Batch, list[int]]:
     """The batches of several users as one batch, and their sizes."""

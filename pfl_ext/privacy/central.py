@@ -50,9 +50,8 @@ from pfl_ext.privacy.mechanisms import BOUND_RANGE, FlatGaussianMechanism, Vecto
 from pfl_ext.randomness import stream
 
 WIDEST = 100.0  # change of a bound's logarithm that leaves `BOUND_RANGE` from anywhere in it
-TALLY = (
-    "pfl_ext.privacy.central/tally"  # key under which users' votes and counts are summed with their updates
-)
+TALLY = "pfl_ext.privacy.central/tally"
+"""Key under which users' votes and counts are summed with their updates."""
 
 
 def is_private(postprocessor: Postprocessor) -> bool:
