@@ -155,7 +155,7 @@ class Split(Algorithm[SplitState]):
         after = SplitState(
             self.clients.weights(), momentum if self.context.options.momentum == "handover" else {}
         )
-        return after, _line(members, losses)
+        return after, line_of_members(members, losses)
 
     def _at_once(
         self, state: SplitState, members: Sequence[Member], number: int
@@ -178,7 +178,7 @@ class Split(Algorithm[SplitState]):
             sums = dict(zip(sums, reduced))
         images_in_all = max(float(tally[0]), 1.0)
         weights = {n: w + (sums[n] / images_in_all).to(w.dtype) for n, w in state.weights.items()}
-        return SplitState(weights), _line(members, tally[1:])
+        return SplitState(weights), line_of_members(members, tally[1:])
 
     def _train(self, images: UserImages, number: int, momentum: Weights) -> tuple[Weights, Tensor]:
         """Train one user from the weights in the model and this momentum.
@@ -279,7 +279,7 @@ def _momentum_of(
                 yield name, buffer
 
 
-def _line(members: Sequence[Member], losses: Tensor) -> dict[str, Any]:
+def line_of_members(members: Sequence[Member], losses: Tensor) -> dict[str, Any]:
     """The line of ``metrics.jsonl``; ``losses``: the sum of losses and the number of images trained on."""
     line = {"users": len(members), "images": sum(member.num_images for member in members)}
     total, passes = losses.tolist()

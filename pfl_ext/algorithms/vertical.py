@@ -29,7 +29,7 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.personal_steps import optimizer_of
-from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire
+from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire, line_of_members
 from pfl_ext.data.user_images import Batch
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.parties import PartyNetworks, total_of
@@ -108,10 +108,8 @@ class Vertical(Algorithm[Weights]):
             for batch in images.iter(local.local_batch_size):
                 total += self._step(batch, optimizers) * len(batch[0])
                 passes += len(batch[0])
-        line: dict[str, Any] = {"users": len(users.members(self.context.cohort_size)), "images": len(images)}
-        if passes:
-            line["train_loss"] = round(total / passes, 6)
-        return self.clients.weights(), line
+        losses = torch.tensor([total, passes], dtype=torch.float64)
+        return self.clients.weights(), line_of_members(users.members(self.context.cohort_size), losses)
 
     def _step(self, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> float:
         """Make a step of every party on a batch; returns the batch's mean loss, which the guest computes."""
