@@ -43,7 +43,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import entering
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.trained import head_of
-from pfl_ext.privacy.central import NoisyMean
+from pfl_ext.privacy.central import noisy_mean_in
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
@@ -175,11 +175,10 @@ class ClosedForm(Algorithm[Sums]):
         # pfl would also count the placeholder of a worker without users
         line = {**cohort_line(metrics), "users": len(asked)}
         sent = {name: sums[name].cpu() for name in sums}
-        for mechanism in self.context.postprocessors:
-            if isinstance(mechanism, NoisyMean):
-                line["privacy"] = mechanism.line(metrics)
-                deviation = line["privacy"]["noise std. dev. on the mean"] * sums.weight
-                sent[NOISE] = torch.tensor(deviation, dtype=torch.float64)
+        if (mechanism := noisy_mean_in(self.context.postprocessors)) is not None:
+            line["privacy"] = mechanism.line(metrics)
+            deviation = line["privacy"]["noise std. dev. on the mean"] * sums.weight
+            sent[NOISE] = torch.tensor(deviation, dtype=torch.float64)
         return self.added(state, sent), line
 
     def asking(self) -> UserByUser:

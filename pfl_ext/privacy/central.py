@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -220,6 +220,11 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
             Weighted.from_unweighted(ratio),
         ]
         return Metrics([(metric_name(name, self.local), value) for name, value in zip(METRICS, values)])
+
+
+def noisy_mean_in(postprocessors: Iterable[Postprocessor]) -> NoisyMean | None:
+    """The mechanism of a private run, from its postprocessors; None if it has none of ours."""
+    return next((each for each in postprocessors if isinstance(each, NoisyMean)), None)
 
 
 class PrivateMean(NoisyMean):
