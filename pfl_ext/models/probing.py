@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,15 @@ def before_each(
 ) -> Iterator[None]:
     """In this context ``call`` gets name, layer and inputs whenever one of the layers is about to run."""
 
-    def hook(name: str) -> Callable[..., None]:
-        def run(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-            call(name, layer, inputs)
+    def run(layer: nn.Module, inputs: tuple[Any, ...], name: str) -> None:
+        call(name, layer, inputs)
 
-        return run
-
-    hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers]
+    hooks = [layer.register_forward_pre_hook(partial(run, name=name)) for name, layer in layers]
     try:
         yield
     finally:
-        for each in hooks:
-            each.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def two_images(side: int) -> Tensor:
