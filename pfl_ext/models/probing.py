@@ -1,4 +1,4 @@
-"""Runs of a network on made-up images, which show how it is built.
+"""What shows how a network is built: the order in which its layers run, and made-up images to run it on.
 
 Shape letters: S side of the input.
 """
