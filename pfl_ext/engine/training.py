@@ -75,8 +75,6 @@ class PerVariableClippedSGD(torch.optim.SGD):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ):
-        if not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm} and must be positive; leave clipping out for none")
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
         self.max_norm = max_norm
 
