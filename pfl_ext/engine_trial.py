@@ -6,6 +6,7 @@ import copy
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -125,10 +126,7 @@ class Trial:
         else:
             by_images, private = self.weighting
             tasks = engine.tasks(self.members, local, private)
-
-            def weight(member: Member) -> float:
-                return float(member.num_images) if by_images else 1.0
-
+            weight = partial(Member.weight, by_images=by_images)
             total = added_up([engine.train(self.images, tasks, local, weight, private, self.rule).update])
         engine.take_losses()
         return total

@@ -14,11 +14,9 @@ Kept = TypeVar("Kept")
 
 def of_ones_own() -> str:
     """What is said of an unknown name where the user names no files of their own."""
-    return (
-        ""
-        if os.environ.get(OWN)
-        else f"; if it is defined in a file of yours, set {OWN} to the name of the file"
-    )
+    if os.environ.get(OWN):
+        return ""
+    return f"; if it is defined in a file of yours, set {OWN} to the name of the file"
 
 
 class Registry(Generic[Thing]):

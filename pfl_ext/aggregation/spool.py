@@ -79,13 +79,9 @@ class Spool:
         """The written rows whose numbers are all finite."""
         rows = self.written_rows()
         known = np.ones(len(rows), bool)
-        for block in self._blocks(rows):
+        for _, block in self.coordinates(rows, np.float32):
             known &= np.isfinite(block).all(1)
         return rows[known]
-
-    def _blocks(self, rows: IntArray) -> Iterator[Float32Array]:
-        for _, block in self.coordinates(rows, np.float32):
-            yield block
 
     def coordinates(self, rows: IntArray, kind: type = np.float64) -> Iterator[tuple[slice, npt.NDArray]]:  # type: ignore[type-arg]
         """Read some rows, one block of coordinates after another.

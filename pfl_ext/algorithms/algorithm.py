@@ -25,7 +25,7 @@ from pfl_ext.aggregation.rule import AggregationRule, Mean
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.spooled import SpooledRounds
 from pfl_ext.attacks.attack import Attack, Attackers
-from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.backend import CohortBackend
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -163,11 +163,9 @@ class RunContext(Setup):
             )
         return [stage for stage in (attackers, self.channel(names), last) if stage is not None]
 
-    def backend(
-        self, before: Sequence[Postprocessor] = (), tuner: Tuner | None = None
-    ) -> CentrallyEvaluatedBackend:
+    def backend(self, before: Sequence[Postprocessor] = (), tuner: Tuner | None = None) -> CohortBackend:
         """The backend that trains a cohort. ``before`` is applied to each update before it is weighted."""
-        return CentrallyEvaluatedBackend(
+        return CohortBackend(
             self.users,
             seed=self.seed,
             postprocessors=[*before, *self.postprocessors],
@@ -319,7 +317,7 @@ def is_finite(model: PyTorchModel) -> bool:
 
 def trained_bytes(module: ImageClassifier) -> int:
     """Size in bytes of the variables that training changes."""
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 ALGORITHMS: Registry[type[Choice]] = Registry("pfl_ext.algorithms", "federated.algorithm")

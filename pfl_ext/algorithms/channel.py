@@ -65,10 +65,11 @@ class Channel(Stage):
         self._variables = FlatVariables(module, names)
         self._compressor, self._seed, self._round = compressor, seed, 0
         self._users, self._turns = users, dict[int, Iterator[int]]()
-        self._errors: CohortVectors | None = None
+        self.errors: CohortVectors | None = None
+        """The users' errors, which a run needs to continue; None: none are kept."""
         if getattr(compressor.chosen, "error_feedback", False):
             path = None if folder is None else folder / FILE
-            self._errors = CohortVectors(users.num_users, self._variables.length, path)
+            self.errors = CohortVectors(users.num_users, self._variables.length, path)
 
     @property
     def num_bytes(self) -> int:
@@ -78,15 +79,15 @@ class Channel(Stage):
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
         self._round, self._turns = number, self._users.later_turns(cohort)
-        if self._errors is not None:
+        if self.errors is not None:
             workers = current()
             size, rank = (1, 0) if workers is None else (workers.world_size, workers.global_rank)
-            self._errors.begin(cohort, {int(cohort[p]) for p in self._users.assign(cohort, size)[rank]})
+            self.errors.begin(cohort, {int(cohort[p]) for p in self._users.assign(cohort, size)[rank]})
 
     def end(self) -> None:
         """End the round; all workers call this."""
-        if self._errors is not None:
-            self._errors.end()
+        if self.errors is not None:
+            self.errors.end()
 
     @torch.no_grad()
     def sent(self, update: Mapping[str, Tensor], user: int) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class Channel(Stage):
         """
         turn = turn_of(user, self._turns)
         tensors = [update[name].detach() for name in self._variables.shapes]
-        error = None if self._errors is None else self._errors.read(user)
+        error = None if self.errors is None else self.errors.read(user)
         if error is not None:
             parts = self._variables.named(error.to(tensors[0].device))
             tensors = [t + part for t, part in zip(tensors, parts.values())]
@@ -104,9 +105,9 @@ class Channel(Stage):
             return dict(update)
         rng = stream(self._seed, "compression", self._round, user, *turn)
         decoded = self._compressor.decoded(tensors, rng)
-        if self._errors is not None:
+        if self.errors is not None:
             left = [(x - y).reshape(-1) for x, y in zip(tensors, decoded)]
-            self._errors.write(user, torch.cat(left))
+            self.errors.write(user, torch.cat(left))
         return {**update, **dict(zip(self._variables.shapes, decoded))}
 
     def postprocess_one_user(
@@ -118,17 +119,3 @@ class Channel(Stage):
             for name in self._variables.shapes:
                 stats[name] = sent[name]
         return stats, Metrics()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The users' errors, for the checkpoint that is about to be written."""
-        return {} if self._errors is None else self._errors.tensors()
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        if self._errors is not None:
-            self._errors.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        if self._errors is not None:
-            self._errors.load(tensors)

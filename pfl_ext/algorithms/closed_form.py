@@ -36,14 +36,14 @@ from torch import Tensor, nn
 
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic
-from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
+from pfl_ext.backend import CohortBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
 from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import entering
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.trained import head_of
-from pfl_ext.privacy.central import NoisyMean
+from pfl_ext.privacy.central import noisy_mean_in
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
@@ -97,7 +97,7 @@ class ClosedForm(Algorithm[Sums]):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._backend = CentrallyEvaluatedBackend(
+        self._backend = CohortBackend(
             context.users,
             seed=context.seed,
             postprocessors=[WeightByUser(), *context.postprocessors[1:]],  # the mechanism comes last
@@ -175,11 +175,10 @@ class ClosedForm(Algorithm[Sums]):
         # pfl would also count the placeholder of a worker without users
         line = {**cohort_line(metrics), "users": len(asked)}
         sent = {name: sums[name].cpu() for name in sums}
-        for mechanism in self.context.postprocessors:
-            if isinstance(mechanism, NoisyMean):
-                line["privacy"] = mechanism.line(metrics)
-                deviation = line["privacy"]["noise std. dev. on the mean"] * sums.weight
-                sent[NOISE] = torch.tensor(deviation, dtype=torch.float64)
+        if (mechanism := noisy_mean_in(self.context.postprocessors)) is not None:
+            line["privacy"] = mechanism.line(metrics)
+            deviation = line["privacy"]["noise std. dev. on the mean"] * sums.weight
+            sent[NOISE] = torch.tensor(deviation, dtype=torch.float64)
         return self.added(state, sent), line
 
     def asking(self) -> UserByUser:

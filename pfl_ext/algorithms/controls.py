@@ -19,7 +19,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.algorithm import Setup
+from pfl_ext.algorithms.algorithm import Setup, trained_bytes
 from pfl_ext.algorithms.cohort_vectors import CohortVectors
 from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.on_pfl import OnPfl
@@ -122,7 +122,7 @@ class WithControls(OnPfl):
     @classmethod
     def state_bytes(cls, setup: Setup) -> int:
         """See `Choice.state_bytes`."""
-        return setup.touched * sum(p.numel() for p in setup.module.parameters() if p.requires_grad) * 4
+        return setup.touched * trained_bytes(setup.module)
 
     @classmethod
     def kept(cls, setup: Setup) -> Controls:

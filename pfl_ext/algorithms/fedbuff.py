@@ -100,9 +100,8 @@ class FedBuff(Algorithm[Buffered]):
         users, options, size = context.users, context.options, trained_bytes(context.module)
         self.clients, self.sent = Clients(context), Traffic(size, size)
         fleet = Fleet(context.devices, users.partition.user_ids, context.seed)
-        passes = users.sampling.image_passes(users.sizes)
         self.steps: list[ServerStep] = server_steps(
-            fleet.seconds(np.arange(users.num_users), passes, self.sent),
+            fleet.seconds(np.arange(users.num_users), users.passes, self.sent),
             concurrency=options.concurrency,
             buffer_size=options.buffer_size,
             max_staleness=options.max_staleness,
@@ -113,8 +112,7 @@ class FedBuff(Algorithm[Buffered]):
         self._last_use = {version: t for t, step in enumerate(self.steps) for version in step.by_version()}
         groups = [len(step.by_version()) for step in self.steps]
         self._groups_before = np.cumsum([0, *groups]).tolist()
-        sizes = users.sampling.taking_part(users.sizes)
-        self._weights = sizes.astype(float) if context.by_images else np.ones(len(sizes))
+        self._weights = users.images.astype(float) if context.by_images else np.ones(users.num_users)
 
     @classmethod
     def check(cls, setup: Setup) -> None:

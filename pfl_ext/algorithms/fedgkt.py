@@ -268,11 +268,8 @@ class FedGKT(Algorithm[GKTState]):
 
     def _batches(self, number: int, epoch: int) -> list[IntArray]:
         """The images of each batch in one pass of the server. A batch has images of one client."""
-        rng, size = (
-            stream(self.context.seed, "server of fedgkt", number, epoch),
-            self.context.local.local_batch_size,
-        )
-        batches = []
+        rng = stream(self.context.seed, "server of fedgkt", number, epoch)
+        size, batches = self.context.local.local_batch_size, []
         for start, end in zip(self.offsets, self.offsets[1:]):
             rows = rng.permutation(np.arange(start, end))
             batches += [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -355,7 +352,7 @@ class FedGKT(Algorithm[GKTState]):
         images, targets, _ = next(users.user_dataset(int(self.users[self.shown])).once())
         _, targets = self.module.prepare(images[:1].to(self.module.mean.device), targets[:1])
         logits = FLOAT * self.shapes.outputs
-        up = FLOAT * math.prod(self.shapes.features) + logits + targets.numel() * targets.element_size()
+        up = FLOAT * math.prod(self.shapes.features) + logits + targets.nbytes
         each = int(self.offsets[-1]) / self.n
         return Traffic(round(each * logits), round(each * up))
 

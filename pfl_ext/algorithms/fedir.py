@@ -55,12 +55,10 @@ class ImportanceWeights:
         """``target_distribution`` ``[K]``: shares of the classes, or for each label its share of all images.
 
         Raises:
-            ValueError: when it is no distribution, or ``cap`` is not positive.
+            ValueError: when it is no distribution.
         """
         label_shares = np.asarray(target_distribution, np.float64)
         task.check_target(label_shares)
-        if cap is not None and not cap > 0:
-            raise ValueError(f"FedIR's largest weight is {cap}, but must be positive; give none for no limit")
         self._task, self._cap, self._num_labels = task, cap, len(label_shares)
         self._p = task.event_shares(label_shares)
 

@@ -37,7 +37,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pfl.model.pytorch import PyTorchModel
@@ -95,15 +95,9 @@ class FedMAOptions:
         return Belief(self.sigma, self.sigma0, self.gamma)
 
 
-class Networks(NamedTuple):
-    """The state: the users' own networks, in the order of the cohort."""
-
-    users: list[Weights]
-
-
 @register("fedma")
-class FedMA(Algorithm[Networks]):
-    """Matched averaging."""
+class FedMA(Algorithm[list[Weights]]):
+    """Matched averaging. The state is the users' own networks, in the order of the cohort."""
 
     options: ClassVar[type] = FedMAOptions
     refusals: ClassVar[Refusals] = {
@@ -156,19 +150,19 @@ class FedMA(Algorithm[Networks]):
             "lower federated.cohort_size",
         )
 
-    def init(self, seed: int) -> Networks:
+    def init(self, seed: int) -> list[Weights]:
         """The state before the first round: all users have the run's network, less the room in it."""
         options: FedMAOptions = self.context.options
         first = self.clients.weights()
         for layer, following in pairwise(self.layers):
             there = layer.neurons - rounded_down(options.room, layer.neurons)
             first = first_neurons(first, layer, following, there)
-        return Networks([dict(first) for _ in self.users])
+        return [dict(first) for _ in self.users]
 
-    def round(self, state: Networks, number: int) -> tuple[Networks, dict[str, Any]]:
+    def round(self, state: list[Weights], number: int) -> tuple[list[Weights], dict[str, Any]]:
         """Train all users' layers from layer n on, and combine layer n on the server."""
         place = number % len(self.layers)
-        trained, line = self._trained(state.users, place, number)
+        trained, line = self._trained(state, place, number)
         layer, alike = self.layers[place], np.array(self._shares())[:, None]  # [J, 1]
         moved = 0
         if place + 1 < len(self.layers):
@@ -184,7 +178,7 @@ class FedMA(Algorithm[Networks]):
         weights = np.where(total > 0, weights / np.where(total > 0, total, 1), alike)
         together = {name: by_neuron([own[name] for own in trained], weights) for name in layer.variables}
         line |= {"layer": place, "moved": moved, "neurons": int(alive(neurons(together, layer)).sum())}
-        return Networks([{**own, **{n: t.clone() for n, t in together.items()}} for own in trained]), line
+        return [{**own, **{n: t.clone() for n, t in together.items()}} for own in trained], line
 
     def _trained(self, users: list[Weights], place: int, number: int) -> tuple[list[Weights], dict[str, Any]]:
         """The users' networks after local training of the layers from ``place`` on."""
@@ -223,10 +217,9 @@ class FedMA(Algorithm[Networks]):
 
     def _shares(self) -> list[float]:
         """Each user's weight in a mean; they add up to 1."""
-        users, weights = self.context.users, [1.0] * len(self.users)
+        weights = [1.0] * len(self.users)
         if self.context.by_images:
-            with users.only(self.users):
-                weights = [float(member.num_images) for member in users.members(len(self.users))]
+            weights = self.context.users.images[self.users].astype(float).tolist()
         total = sum(weights)
         return [weight / total if total else 1 / len(weights) for weight in weights]
 
@@ -241,29 +234,27 @@ class FedMA(Algorithm[Networks]):
             counts += (targets > 0).double().sum(0).numpy()
         return counts
 
-    def model(self, state: Networks) -> PyTorchModel:
+    def model(self, state: list[Weights]) -> PyTorchModel:
         """The network with the global layers, and the users' mean of the layers not matched yet."""
-        return self.clients.model({name: self._mean(state.users, name) for name in state.users[0]})
+        return self.clients.model({name: self._mean(state, name) for name in state[0]})
 
-    def tensors(self, state: Networks) -> dict[str, Tensor]:
+    def tensors(self, state: list[Weights]) -> dict[str, Tensor]:
         """The tensors of all users' networks."""
-        return {f"{place}/{name}": t for place, own in enumerate(state.users) for name, t in own.items()}
+        return {f"{place}/{name}": t for place, own in enumerate(state) for name, t in own.items()}
 
-    def load(self, state: Networks, tensors: Mapping[str, Tensor]) -> Networks:
+    def load(self, state: list[Weights], tensors: Mapping[str, Tensor]) -> list[Weights]:
         """The users' networks in a checkpoint's tensors."""
-        return Networks(
-            [
-                {name: tensors[f"{place}/{name}"].to(t.device) for name, t in own.items()}
-                for place, own in enumerate(state.users)
-            ]
-        )
+        return [
+            {name: tensors[f"{place}/{name}"].to(t.device) for name, t in own.items()}
+            for place, own in enumerate(state)
+        ]
 
-    def findings(self, state: Networks) -> dict[str, Any]:
+    def findings(self, state: list[Weights]) -> dict[str, Any]:
         """The number of neurons of each hidden layer of the model."""
-        model = {name: self._mean(state.users, name) for name in state.users[0]}
+        model = {name: self._mean(state, name) for name in state[0]}
         return {"neurons": [int(alive(neurons(model, layer)).sum()) for layer in self.layers[:-1]]}
 
-    def bytes(self, state: Networks) -> Traffic:
+    def bytes(self, state: list[Weights]) -> Traffic:
         """The mean over the rounds of a pass. Each layer goes up once and comes down once, with its neurons'
         places; the class counts go up with the last layer. The first network, which comes down once in the
         run, is added. Empty neurons count as others do.

@@ -50,6 +50,7 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.personal_steps import optimizer_of
 from pfl_ext.configs import STRICT
 from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.models.darts import SearchNetwork
@@ -149,10 +150,9 @@ class LocalSearch:
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The user's update of w and alpha."""
         start, local = model.get_parameters(), central_context.model_train_params
-        optimizer = model.new_local_optimizer(learning_rate=get_param_value(local.local_learning_rate))
         alphas = network_of(model).alphas
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if all(p is not alpha for alpha in alphas)]
+        weights = [p for p in model.variable_map.values() if all(p is not alpha for alpha in alphas)]
+        optimizer = optimizer_of(model, get_param_value(local.local_learning_rate), weights)
         options = self._options
         of_alpha = torch.optim.Adam(
             alphas,

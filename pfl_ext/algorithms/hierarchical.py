@@ -106,10 +106,7 @@ class Hierarchical(ServerModelAlgorithm):
 
     def _weight(self, users: IntArray) -> float:
         """The total weight of some users of a cohort: their number, or the number of their images."""
-        if not self.context.by_images:
-            return float(len(users))
-        with self.context.users.only(users):
-            return float(sum(member.num_images for member in self.context.users.members(len(users))))
+        return float(self.context.users.images[users].sum() if self.context.by_images else len(users))
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """In each inner round a user of the cohort receives its group's model and sends an update back.

@@ -28,15 +28,13 @@ users makes them, in compiled layers on a CPU; each batch goes through three net
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
@@ -47,6 +45,7 @@ from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.parties import PartyNetworks
+from pfl_ext.models.probing import before_each
 from pfl_ext.models.trained import head_of
 
 
@@ -135,26 +134,16 @@ class Contrast:
     def __call__(self, *batch: Any) -> Tensor:
         """The loss of images, targets and crops, as `ImageClassifier.loss` takes them."""
         network = self._module.backbone
-        last = network.get_submodule(self._last)
-        with self._inputs_of(network) as images, self._inputs_of(last) as features:
+        inputs: dict[str, list[Tensor]] = {"": [], self._last: []}
+        layers = [(name, network.get_submodule(name)) for name in inputs]
+        with before_each(layers, lambda name, _, args: inputs[name].append(args[0])):
             loss = self._module.loss(*batch)
             with torch.no_grad():
                 for weights in self._others:
-                    torch.func.functional_call(network, weights, (images[0],))
-        z, received, before = (_vectors(of_layer) for of_layer in features)
+                    torch.func.functional_call(network, weights, (inputs[""][0],))
+        z, received, before = (_vectors(of_layer) for of_layer in inputs[self._last])
         near, far = F.cosine_similarity(z, received), F.cosine_similarity(z, before)
         return loss + self._mu * F.softplus((far - near) / self._temperature).mean()
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _inputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
-        """A list that gets the layer's input each time that it runs in this context."""
-        inputs: list[Tensor] = []
-        hook = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-        try:
-            yield inputs
-        finally:
-            hook.remove()
 
 
 def _vectors(features: Tensor) -> Tensor:

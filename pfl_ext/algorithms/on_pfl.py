@@ -42,7 +42,7 @@ from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
 from pfl_ext.evaluation import autocast_of
 from pfl_ext.events import no_running_loop
 from pfl_ext.models.classifier import RATE_FACTOR
-from pfl_ext.privacy.central import NoisyMean, PrivateMean
+from pfl_ext.privacy.central import PrivateMean, noisy_mean_in
 from pfl_ext.privacy.local import LocallyPrivateMean
 from pfl_ext.rules import Refusals, Rule, StepCounter, not_noted
 
@@ -214,7 +214,7 @@ class _Watch(TrainingProcessCallback):
 
 
 class PflLoop(ServerModelAlgorithm):
-    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CentrallyEvaluatedBackend`.
+    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CohortBackend`.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
     The backend checks the algorithm's refusals in every round.
@@ -254,7 +254,7 @@ class PflLoop(ServerModelAlgorithm):
             group["lr"] = self.context.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         users = self.context.users
         users.set_round(number)
-        mechanism = next((p for p in self.context.postprocessors if isinstance(p, NoisyMean)), None)
+        mechanism = noisy_mean_in(self.context.postprocessors)
         if users.turnouts is not None and not isinstance(mechanism, PrivateMean):  # noise makes a step
             members = users.members(self.context.cohort_size)
             if not any(member.num_images for member in members):  # no update, no weights
@@ -301,10 +301,9 @@ class PflLoop(ServerModelAlgorithm):
             line["bounded"] = round(values[str(BOUNDED)], 6)
         if str(LEFT_OUT) in values:
             line["left_out"] = int(values[str(LEFT_OUT)])
-        for mechanism in self.context.postprocessors:
-            if isinstance(mechanism, NoisyMean):
-                line["privacy"] = mechanism.line(metrics)
-                line["users"] = int(line["privacy"]["users"])  # pfl counts the placeholder of an empty cohort
+        if (mechanism := noisy_mean_in(self.context.postprocessors)) is not None:
+            line["privacy"] = mechanism.line(metrics)
+            line["users"] = int(line["privacy"]["users"])  # pfl counts the placeholder of an empty cohort
         return line
 
     @property
@@ -312,7 +311,7 @@ class PflLoop(ServerModelAlgorithm):
         return next((stage for stage in self._stages if isinstance(stage, Channel)), None)
 
     def _kept(self) -> dict[str, UserState]:
-        parts = {STATE: self._algorithm.user_state, CHANNEL: self._channel}
+        parts = {STATE: self._algorithm.user_state, CHANNEL: self._channel and self._channel.errors}
         return {prefix: part for prefix, part in parts.items() if part is not None}
 
     def bytes(self, state: PyTorchModel) -> Traffic:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dataset.arrays import FloatArray, IntArray
 from dataset.files import write_bytes
-from pfl_ext.algorithms.per_user import spread, user_split
+from pfl_ext.algorithms.per_user import scored_in_batches, spread, user_split
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition
 from pfl_ext.evaluation import LOSS, SCORES, autocast_of
 from pfl_ext.models.classifier import ImageClassifier
@@ -97,20 +97,11 @@ class Scores:
         self._names = list(self._columns(*self._score(held_out[0][:1])))
         self._tables: dict[str, FloatArray] = {}
 
-    @torch.no_grad()
     def _score(self, rows: IntArray) -> tuple[Tensor, Tensor, Any]:
         """Losses ``[m]`` and predictions ``[m, ...]`` of m rows, and their annotations."""
-        task, device = self._module.task, self._module.mean.device
         images, annotations = self._store.read(rows)
-        scored = []
-        for first in range(0, len(rows), self._batch):
-            part = slice(first, first + self._batch)
-            pixels, targets = images[part], annotations[part]
-            batch = torch.from_numpy(pixels).to(device), task.collate(targets).to(device)
-            with autocast_of(self._model):
-                outputs, compared = self._module.outputs(*batch)
-            scored.append(task.scored(outputs.float().cpu(), compared.cpu()))
-        losses, predictions = zip(*scored)
+        amp = autocast_of(self._model)
+        losses, predictions = zip(*scored_in_batches(self._module, images, annotations, amp))
         return torch.cat(losses), torch.cat(predictions), annotations
 
     def _columns(self, losses: Tensor, predictions: Tensor, annotations: Any) -> Mapping[str, float]:

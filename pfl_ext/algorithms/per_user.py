@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 from pfl.internal import ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, MetricValue, StringMetricName
+from torch import Tensor
 
 from dataset.arrays import ByteArray, FloatArray, IntArray
 from pfl_ext.data.federated_dataset import ImageStore
@@ -258,7 +259,6 @@ def _fine_tune(
             optimizer.step()
 
 
-@torch.no_grad()
 def _statistics(
     module: ImageClassifier,
     num_rows: int,
@@ -268,13 +268,21 @@ def _statistics(
     amp: AbstractContextManager[Any],
 ) -> MetricValue:
     """The task's statistics of one user's held-out images."""
-    device, size, predictions = module.mean.device, module.task.scored_together, []
+    predictions = [batch for _, batch in scored_in_batches(module, images, annotations, amp)]
+    return module.task.statistics(num_rows, rows, predictions, [annotations])
+
+
+@torch.no_grad()
+def scored_in_batches(
+    module: ImageClassifier, images: ByteArray, annotations: Annotations, amp: AbstractContextManager[Any]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`Task.scored` of some images on the CPU, batch by batch; ``amp``: the context of the network."""
+    device, size = module.mean.device, module.task.scored_together
     for i in range(0, len(images), size):
         pixels, targets = torch.from_numpy(images[i : i + size]), annotations[i : i + size]
         with amp:
             outputs, compared = module.outputs(pixels.to(device), module.task.collate(targets).to(device))
-        predictions.append(module.task.scored(outputs.float().cpu(), compared.cpu())[1])
-    return module.task.statistics(num_rows, rows, predictions, [annotations])
+        yield module.task.scored(outputs.float().cpu(), compared.cpu())
 
 
 def shot_table(

@@ -7,7 +7,7 @@ these steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,15 @@ class Pull:
     weight: float
     towards: Mapping[str, Tensor]
     """The weights that v is pulled to, by variable."""
+
+
+def optimizer_of(model: PyTorchModel, rate: float, variables: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """A new optimiser of the run's local training, with this learning rate, for only these variables."""
+    optimizer: torch.optim.Optimizer = model.new_local_optimizer(learning_rate=rate)
+    chosen = {id(variable) for variable in variables}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in chosen]
+    return optimizer
 
 
 Loss = Callable[..., Tensor]
@@ -65,10 +74,7 @@ class Descent:
         self._model, self._pull, self._max_norm = model, pull, local.local_max_grad_norm
         self._loss: Loss = model.pytorch_model.loss if loss is None else loss
         self._variables = {name: p for name, p in model.variable_map.items() if name in names}
-        chosen = {id(p) for p in self._variables.values()}
-        self._optimizer = model.new_local_optimizer(learning_rate=rate)
-        for group in self._optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in chosen]
+        self._optimizer = optimizer_of(model, rate, self._variables.values())
 
     def step(self, batch: Batch, noted: bool = True) -> None:
         """Make one step on a batch; ``noted``: whether its loss counts in the round's training loss."""

@@ -266,7 +266,8 @@ class Personalised(ServerModelAlgorithm):
         return {"clients": clients}
 
     def _kept(self) -> Mapping[str, UserState]:
-        return {USERS: self.parts} | ({} if self.channel is None else {CHANNEL: self.channel})
+        errors = self.channel and self.channel.errors
+        return {USERS: self.parts} | ({} if errors is None else {CHANNEL: errors})
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
         """The tensors of the model, the server's optimiser and the users."""
@@ -279,7 +280,7 @@ class Personalised(ServerModelAlgorithm):
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """The shared variables go down; their compressed update goes up."""
-        size = sum(p.numel() * p.element_size() for n, p in state.variable_map.items() if n in self.shared)
+        size = sum(p.nbytes for n, p in state.variable_map.items() if n in self.shared)
         return Traffic(size, size if self.channel is None else self.channel.num_bytes)
 
 

@@ -125,16 +125,14 @@ class SecureSum(ServerModelAlgorithm):
         cohort, users = self.clients.cohort(number), self.context.users
         lost = set(self.lost(len(cohort), number))
         left = [place for place in range(len(cohort)) if place not in lost]
-        with users.only(cohort[left]):
-            members = users.members(len(left))
+        weights = users.images[cohort[left]].tolist() if self.context.by_images else [1] * len(left)
         start = self.clients.weights()
         variables = FlatVariables(self.context.module, list(start))
         updates, line = self.clients.each_update([start] * len(left), cohort[left], number)
         clipped, vectors = 0, {}
-        for place, member, update in zip(left, members, updates):
+        for place, weight, update in zip(left, weights, updates):
             flat = variables.flat(update).double().cpu().numpy()
             clipped += int((np.abs(flat) > self.context.options.clip).sum())
-            weight = member.num_images if self.context.by_images else 1
             numbers = encode(flat, weight, self.bits, self.context.options.clip)
             vectors[place] = np.append(numbers, weight)
         line |= {"lost": len(lost), "clipped": clipped, "skipped": 0}
@@ -162,11 +160,8 @@ def bits_of(setup: Setup) -> int:
         ValueError: one line, when the sum of the heaviest cohort could wrap around.
     """
     users, options = setup.users, setup.options
-    everybody = np.arange(users.num_users)
-    with users.only(everybody):
-        images = sorted((member.num_images for member in users.members(len(everybody))), reverse=True)
-    count = min(setup.cohort_size, len(images))
-    weight = sum(images[:count]) if setup.by_images else count
+    count = min(setup.cohort_size, users.num_users)
+    weight = int(np.sort(users.images)[-count:].sum()) if setup.by_images else count
     most = most_bits(weight, count, options.clip)
     if most < 0:
         raise ValueError(

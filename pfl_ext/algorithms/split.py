@@ -36,6 +36,7 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.personal_steps import optimizer_of
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Member
 from pfl_ext.data.user_images import Batch, UserImages
@@ -71,8 +72,7 @@ class Wire:
 
     def send(self, tensor: Tensor, up: bool) -> Tensor:
         """The tensor as it arrives at the server (``up``) or at the client."""
-        size = tensor.numel() * tensor.element_size()
-        self.up, self.down = self.up + size * up, self.down + size * (not up)
+        self.up, self.down = self.up + tensor.nbytes * up, self.down + tensor.nbytes * (not up)
         return tensor.detach().clone()
 
 
@@ -153,7 +153,7 @@ class Split(Algorithm[SplitState]):
         after = SplitState(
             self.clients.weights(), momentum if self.context.options.momentum == "handover" else {}
         )
-        return after, _line(members, losses)
+        return after, line_of_members(members, losses)
 
     def _at_once(
         self, state: SplitState, members: Sequence[Member], number: int
@@ -176,7 +176,7 @@ class Split(Algorithm[SplitState]):
             sums = dict(zip(sums, reduced))
         images_in_all = max(float(tally[0]), 1.0)
         weights = {n: w + (sums[n] / images_in_all).to(w.dtype) for n, w in state.weights.items()}
-        return SplitState(weights), _line(members, tally[1:])
+        return SplitState(weights), line_of_members(members, tally[1:])
 
     def _train(self, images: UserImages, number: int, momentum: Weights) -> tuple[Weights, Tensor]:
         """Train one user from the weights in the model and this momentum.
@@ -194,10 +194,7 @@ class Split(Algorithm[SplitState]):
 
     def _optimizer(self, part: Part, rate: float, momentum: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         """A new optimiser for the variables of a part."""
-        optimizer: torch.optim.Optimizer = self.context.model.new_local_optimizer(learning_rate=rate)
-        own = {id(p) for p in part.parameters.values()}
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in own]
+        optimizer = optimizer_of(self.context.model, rate, part.parameters.values())
         for name, parameter in part.parameters.items():
             if name in momentum:
                 optimizer.state[parameter][BUFFER] = momentum[name].clone()
@@ -253,11 +250,9 @@ class Split(Algorithm[SplitState]):
         sent. Once: the client's weights, with their momentum where it is handed over, down and up.
         """
         users, wire = self.context.users, Wire()
-        with users.only(np.arange(users.num_users)):
-            members = users.members(users.num_users)
-        passes = sum(member.num_passes for member in members) / len(members)
-        largest = max(members, key=lambda member: member.num_images)
-        images, targets, _ = next(users.read(largest).iter(self.context.local.local_batch_size))
+        passes = int(users.passes.sum()) / users.num_users
+        largest = users.user_dataset(int(users.images.argmax()))
+        images, targets, _ = next(largest.iter(self.context.local.local_batch_size))
         module = self.context.model.pytorch_model
         with torch.no_grad():
             x, targets = module.prepare(images[:1].to(module.mean.device), targets[:1])
@@ -267,7 +262,7 @@ class Split(Algorithm[SplitState]):
                 x = part(x)
                 wire.send(x, up=place == 0)
                 wire.send(x, up=place == 1)  # the gradient, which has the same size
-        handed = sum(_size(p) for part in self.parts[::2] for p in part.parameters.values())
+        handed = sum(p.nbytes for part in self.parts[::2] for p in part.parameters.values())
         handed *= 2 if state.momentum else 1
         return Traffic(*(round(passes * each) + handed for each in (wire.down, wire.up)))
 
@@ -282,12 +277,8 @@ def _momentum_of(
                 yield name, buffer
 
 
-def _line(members: Sequence[Member], losses: Tensor) -> dict[str, Any]:
+def line_of_members(members: Sequence[Member], losses: Tensor) -> dict[str, Any]:
     """The line of ``metrics.jsonl``; ``losses``: the sum of losses and the number of images trained on."""
     line = {"users": len(members), "images": sum(member.num_images for member in members)}
     total, passes = losses.tolist()
     return {**line, "train_loss": round(total / passes, 6)} if passes else line
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire
+from pfl_ext.algorithms.personal_steps import optimizer_of
+from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire, line_of_members
 from pfl_ext.data.user_images import Batch
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.parties import PartyNetworks, total_of
@@ -82,9 +82,7 @@ class Vertical(Algorithm[Weights]):
                 "vertical does not allow flips and scaled crops, because they would give a party the "
                 "pixels of another party: set augment.flip to none and augment.crop to crop or padded"
             )
-        with users.only(np.arange(users.num_users)):
-            largest = max(users.members(users.num_users), key=lambda member: member.num_images)
-        height = users.read(largest).raw_data[0].shape[1]
+        height = users.user_dataset(int(users.images.argmax())).raw_data[0].shape[1]
         refuse_beyond_memory(
             2 * users.total_images * 3 * height**2,
             "vertical has all images of a round in memory at once",
@@ -101,29 +99,17 @@ class Vertical(Algorithm[Weights]):
         self.clients.model(state)
         users.set_round(number)
         images = users.pooled(self.context.cohort_size)
-        optimizers = [self._optimizer(place, local.local_learning_rate) for place in self.places]
+        optimizers = [
+            optimizer_of(self.context.model, local.local_learning_rate, network.parameters())
+            for network in self.parties.networks
+        ]
         total, passes = 0.0, 0
         for _ in range(local.local_num_epochs):
             for batch in images.iter(local.local_batch_size):
                 total += self._step(batch, optimizers) * len(batch[0])
                 passes += len(batch[0])
-        line: dict[str, Any] = {"users": len(users.members(self.context.cohort_size)), "images": len(images)}
-        if passes:
-            line["train_loss"] = round(total / passes, 6)
-        return self.clients.weights(), line
-
-    @property
-    def places(self) -> range:
-        """Numbers of the parties; the guest has 0."""
-        return range(len(self.parties.networks))
-
-    def _optimizer(self, place: int, rate: float) -> torch.optim.Optimizer:
-        """A new optimiser for the network of a party."""
-        optimizer: torch.optim.Optimizer = self.context.model.new_local_optimizer(learning_rate=rate)
-        own = {id(p) for p in self.parties.networks[place].parameters()}
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in own]
-        return optimizer
+        losses = torch.tensor([total, passes], dtype=torch.float64)
+        return self.clients.weights(), line_of_members(users.members(self.context.cohort_size), losses)
 
     def _step(self, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> float:
         """Make a step of every party on a batch; returns the batch's mean loss, which the guest computes."""
@@ -136,11 +122,11 @@ class Vertical(Algorithm[Weights]):
         torch.autograd.backward(loss)
         gradient = total.grad
         assert gradient is not None
-        for place, output in enumerate(outputs):
+        for place, (output, optimizer) in enumerate(zip(outputs, optimizers)):
             own = gradient if place == 0 else self.wire.send(gradient, up=False)
             torch.autograd.backward(output, own)
-            optimizers[place].step()
-            optimizers[place].zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         return float(loss.detach())
 
     def model(self, state: Weights) -> PyTorchModel:
@@ -158,9 +144,7 @@ class Vertical(Algorithm[Weights]):
     def bytes(self, state: Weights) -> Traffic:
         """A host's traffic of a round, averaged over users: K numbers up and down for each image and pass."""
         users = self.context.users
-        with users.only(np.arange(users.num_users)):
-            members = users.members(users.num_users)
-        passes = self.context.cohort_size * sum(m.num_passes for m in members) / len(members)
+        passes = self.context.cohort_size * int(users.passes.sum()) / users.num_users
         module = self.context.model.pytorch_model
         with torch.no_grad():
             blank = torch.zeros(1, *module.input_shape, device=module.mean.device)

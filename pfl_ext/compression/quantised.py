@@ -52,14 +52,12 @@ class Uniform(Compressor):
 
     def _rounded(self, tensor: Tensor, rng: np.random.Generator) -> Tensor:
         draws = torch.from_numpy(rng.random(tensor.numel())).view(tensor.shape).to(tensor.device)
-        if not tensor.numel() or not (step := self._step(tensor)):
+        step = (float(tensor.max()) - float(tensor.min())) / self._top if tensor.numel() else 0.0
+        if not step:
             return tensor
         wide, least = tensor.double(), tensor.min().double()
         levels = (wide.sub_(least).div_(step) + draws).floor_().clamp_(max=self._top)
         return levels.mul_(step).add_(least).to(tensor.dtype)
-
-    def _step(self, tensor: Tensor) -> float:
-        return (float(tensor.max()) - float(tensor.min())) / self._top
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
         """``d b / 8 + 8 L``, the levels packed without gaps."""

@@ -115,6 +115,10 @@ class Member:
     num_passes: int
     """Number of images in all steps together."""
 
+    def weight(self, by_images: bool) -> float:
+        """Its weight in a mean: its number of images, or 1."""
+        return float(self.num_images) if by_images else 1.0
+
 
 Sampler = Literal["fixed", "replacement", "poisson", "cyclic", "proportional", "proportional_replacement"]
 
@@ -133,7 +137,7 @@ class FederatedImageDataset(FederatedDataset):
     as FedIR's. ``collate`` is the task's, for annotations that are no plain arrays. ``cohort_seed`` must be a
     secret for privacy amplified by sampling, so that cohorts cannot be drawn again. ``noise_seed`` is the
     secret for the seeds that pfl gives to its own mechanisms (pfl keeps 32 bits of each). Where it is None
-    they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these mechanisms, because anybody who
+    they come from ``seed``, and `CohortBackend` refuses these mechanisms, because anybody who
     knows ``seed`` could subtract their noise. ``threads`` threads read ahead.
 
     Raises:
@@ -157,7 +161,7 @@ class FederatedImageDataset(FederatedDataset):
     ) -> None:
         self.partition = natural_partition(store) if partition is None else partition
         super().__init__(self._user_by_id, self._no_sampler)
-        self._store, self._sampling, self._seed = store, sampling, seed
+        self.store, self.sampling, self._seed = store, sampling, seed
         self._cohort_seed = seed if cohort_seed is None else cohort_seed
         self.noise_seed = noise_seed
         self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
@@ -178,9 +182,19 @@ class FederatedImageDataset(FederatedDataset):
         return self.partition.sizes
 
     @property
+    def images(self) -> IntArray:
+        """Images of each user that take part in a round, ``[U]``."""
+        return self.sampling.taking_part(self.sizes)
+
+    @property
+    def passes(self) -> IntArray:
+        """Images in all local steps of each user that does all of its work, ``[U]``."""
+        return self.sampling.image_passes(self.sizes)
+
+    @property
     def total_images(self) -> int:
         """Number of images that would take part if all users did."""
-        return int(self._sampling.taking_part(self.partition.sizes).sum())
+        return int(self.images.sum())
 
     def set_round(self, round_number: int) -> None:
         """Set the round for the next ``get_cohort``."""
@@ -200,11 +214,6 @@ class FederatedImageDataset(FederatedDataset):
         other = copy.copy(self)
         other.partition, other.make_dataset_fn = partition, other._user_by_id
         return other
-
-    @property
-    def store(self) -> ImageStore:
-        """The store with the images."""
-        return self._store
 
     @staticmethod
     def _no_sampler() -> int:
@@ -248,24 +257,24 @@ class FederatedImageDataset(FederatedDataset):
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:
         """Positions of the cohort for each worker, by predicted time, longest first."""
         sizes = self.partition.sizes[cohort]
-        steps, images = self._sampling.num_steps(sizes), self._sampling.image_passes(sizes)
+        steps, images = self.sampling.num_steps(sizes), self.sampling.image_passes(sizes)
         return longest_first(predicted_costs(steps, images), world_size)
 
     def user_dataset(self, user: int, turn: int = 0) -> UserImages:
         """The images that user number ``user`` trains on in this round."""
         rng = self._stream(user, turn)
         all_rows = self.partition.rows_of(user)
-        rows = self._sampling.take(all_rows, rng)
+        rows = self.sampling.take(all_rows, rng)
         if len(rows) > len(all_rows):  # FedVC: images that come twice are read once
             rows, places = np.unique(rows, return_inverse=True)
-            images, targets = (part[places] for part in self._store.read(rows))
+            images, targets = (part[places] for part in self.store.read(rows))
         else:
-            images, targets = self._store.read(rows)
+            images, targets = self.store.read(rows)
         if self._reweight is not None:
-            targets = self._reweight(targets, self._store.targets(all_rows))
+            targets = self._reweight(targets, self.store.targets(all_rows))
         user_id, turnout = self.partition.user_ids[user], self._turnout
         most = None if turnout is None else turnout.steps_of.get(user)
-        return UserImages(images, targets, user_id, self._sampling, rng, self._collate, most)
+        return UserImages(images, targets, user_id, self.sampling, rng, self._collate, most)
 
     def _stream(self, user: int, turn: int) -> np.random.Generator:
         """The random stream of a user's training in this round."""
@@ -275,9 +284,9 @@ class FederatedImageDataset(FederatedDataset):
         """The round's cohort, the same on every worker."""
         cohort, turnout = self.cohort(cohort_size), self._turnout
         sizes = self.partition.sizes[cohort]
-        steps = self._sampling.num_steps(sizes) if turnout is None else turnout.steps
-        passes = self._sampling.images_of_steps(sizes, steps)
-        sizes = self._sampling.taking_part(sizes)
+        steps = self.sampling.num_steps(sizes) if turnout is None else turnout.steps
+        passes = self.sampling.images_of_steps(sizes, steps)
+        sizes = self.sampling.taking_part(sizes)
         turns: Counter[int] = Counter()
         members = []
         for user, *work in zip(*(part.tolist() for part in (cohort, sizes, steps, passes))):
@@ -320,17 +329,12 @@ class FederatedImageDataset(FederatedDataset):
         """`read` for one member after another, reading ahead."""
         return prefetched(self.read, members, ahead=self._prefetch, threads=self._threads)
 
-    @property
-    def sampling(self) -> LocalSampling:
-        """How images become batches."""
-        return self._sampling
-
     def pooled(self, cohort_size: int) -> UserImages:
         """All images of the round's cohort as those of one user: one order, and batches across users."""
         everybody = [images.raw_data for images in self.read_all(self.members(cohort_size))]
         images, targets = (np.concatenate([data[place] for data in everybody]) for place in (0, 1))
         rng = stream(self._seed, "pooled training", self._round)
-        return UserImages(images, targets, "pooled", self._sampling, rng, self._collate)
+        return UserImages(images, targets, "pooled", self.sampling, rng, self._collate)
 
     def single_features(self, members: Sequence[Member]) -> Batch | None:
         """Features ``[n, D]``, targets and crops of n users who own one row each, in one read.
@@ -340,14 +344,14 @@ class FederatedImageDataset(FederatedDataset):
         or if rows are images or have keys.
         """
         users = np.array([member.user for member in members], np.int64)
-        plain = self._reweight is None and not self._sampling.keys and self._sampling.num_epochs == 1
-        if not plain or (self.partition.sizes[users] != 1).any() or (self._sampling.virtual_size or 1) != 1:
+        plain = self._reweight is None and not self.sampling.keys and self.sampling.num_epochs == 1
+        if not plain or (self.partition.sizes[users] != 1).any() or (self.sampling.virtual_size or 1) != 1:
             return None
-        nobody: Any = self._store.read(np.empty(0, np.int64))[0]
+        nobody: Any = self.store.read(np.empty(0, np.int64))[0]
         of_views = isinstance(nobody, AugmentedViews)
         if not of_views and nobody.ndim != 2:
             return None
-        found: tuple[Any, Annotations] = self._store.read(self.partition.rows[self.partition.offsets[users]])
+        found: tuple[Any, Annotations] = self.store.read(self.partition.rows[self.partition.offsets[users]])
         features, targets = found
         if of_views:
             draws = [features.draw(self._stream(member.user, member.turn), 1) for member in members]
@@ -360,9 +364,9 @@ class FederatedImageDataset(FederatedDataset):
         mine = self.share(cohort_size)
         datasets = self.read_all(mine)
         if not mine:
-            nobody = self._store.read(np.empty(0, np.int64))
+            nobody = self.store.read(np.empty(0, np.int64))
             rng = stream(self._seed, "nobody")
-            yield UserImages(*nobody, None, self._sampling, rng, self._collate), 0
+            yield UserImages(*nobody, None, self.sampling, rng, self._collate), 0
         seed = self._seed if self.noise_seed is None else self.noise_seed
         for member, dataset in zip(mine, datasets):
             yield dataset, seed32(seed, "local noise", self._round, member.user, member.turn)

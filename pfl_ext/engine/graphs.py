@@ -63,7 +63,7 @@ class StepGraphs:
         n = len(batch.images)
         graph = self._recorded.get((padded(n), first, local))
         if graph is None:
-            step(local, first, Batch(*(t.to(self._device, non_blocking=True) for t in batch)))
+            step(local, first, batch.on(self._device))
             return
         held = graph.batch
         for ours, fresh in zip(held, batch):

@@ -151,8 +151,7 @@ class Lane:
         first = True
         for batch in batches:
             if self._graphs is None:
-                there = Batch(*(t.to(self.layout.device, non_blocking=True) for t in batch))
-                self._step(local, first, there)
+                self._step(local, first, batch.on(self.layout.device))
             else:
                 self._graphs.run(self._step, local.form, first, batch)
             first = False
@@ -169,9 +168,8 @@ class Lane:
         num_images = sum(len(batch.images) for batch in batches)
         total = [torch.zeros_like(start) for start in self._starts]
         for batch in batches:
-            there = Batch(*(t.to(self.layout.device, non_blocking=True) for t in batch))
-            part = len(batch.images) / num_images
-            torch._foreach_add_(total, self._gradients(self._central, there, local), alpha=part)
+            gradients = self._gradients(self._central, batch.on(self.layout.device), local)
+            torch._foreach_add_(total, gradients, alpha=len(batch.images) / num_images)
         return dict(zip(self.layout.names, total))
 
     def _gradients(

@@ -55,8 +55,7 @@ class Layout:
     def gather(self, module: nn.Module) -> Tensor:
         """Copy the trained parameters of ``module`` into one vector ``[P]``, and make them views of it."""
         vector = self.zeros()
-        trained = (p for p in module.parameters() if p.requires_grad)
-        for parameter, view in zip(trained, self.views(vector)):
+        for parameter, view in zip(trained(module), self.views(vector)):
             view.copy_(parameter.data)
             parameter.data = view
         return vector

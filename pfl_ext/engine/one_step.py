@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -63,11 +64,8 @@ def train_one_step(
     ``batch`` holds the users' images one user after another; user u has ``sizes[u]`` of them.
     """
     device = model.mean.device
-    images, targets, crops, shares = (t.to(device, non_blocking=True) for t in batch)
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
-    users = Users(tuple(starts), device)
+    images, targets, crops, shares = batch.on(device)
+    users = Users(tuple(accumulate(sizes, initial=0)), device)
     adding = _Adding(local, sent(torch.tensor(weights, dtype=torch.float64), device), scaling, sums)
     at_once = scaling is None and local.clipping != "global" and device.type == "cpu"
     x, targets = model.prepare(images, targets, crops)

@@ -39,9 +39,8 @@ class LanePool:
     """Runs a plan's tasks, with a thread for each lane if there are several."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._threads = device, None
-
-    _threads: ThreadPoolExecutor | None
+        self._device = device
+        self._threads: ThreadPoolExecutor | None = None
 
     def run(self, lanes: Sequence[Lane], tasks: Plan, work: Work) -> list[RuntimeError]:
         """Do ``work`` on all tasks. Returns the RuntimeErrors of torch or the device, after all lanes ended.

@@ -95,7 +95,7 @@ class SelfCheck:
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._folder, self._kept, self._seconds, self._end = folder, kept or kept_folder(), seconds, end
-        self._private = private
+        self._private, self._traceback = private, ""
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: nothing was checked."""
 
@@ -188,8 +188,6 @@ class SelfCheck:
             yield
         finally:
             timer.cancel()
-
-    _traceback = ""
 
     def _report(self, failures: list[dict[str, Any]]) -> None:
         if self._folder is None or not self._folder.is_dir():

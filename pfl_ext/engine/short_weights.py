@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.layout import Layout, trained
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.probing import before_each
 
 ALIGNED = 8
 """Elements at whose multiples a variable begins: 16 bytes, as fast kernels ask for."""
@@ -88,18 +89,13 @@ def converted_once(model: ImageClassifier, dtype: torch.dtype) -> list[bool]:
     """
     device, uses = model.mean.device, Counter[int]()
 
-    def used(layer: nn.Module, _: Any) -> None:
+    def used(_: str, layer: nn.Module, inputs: Any) -> None:
         uses[id(layer)] += 1 if torch.is_autocast_enabled(device.type) else 2
 
-    layers = [layer for layer in model.modules() if type(layer) in (nn.Conv2d, nn.Linear)]
-    hooks = [layer.register_forward_pre_hook(used) for layer in layers]
-    try:
-        with torch.autocast(device.type, dtype, cache_enabled=False):
-            model.backbone(torch.zeros(1, *model.input_shape, device=device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) in (nn.Conv2d, nn.Linear)}
+    with before_each(layers.items(), used), torch.autocast(device.type, dtype, cache_enabled=False):
+        model.backbone(torch.zeros(1, *model.input_shape, device=device))
     owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
-    once = [layer for layer in layers if uses[id(layer)] == 1]
+    once = [layer for layer in layers.values() if uses[id(layer)] == 1]
     known = {id(p) for layer in once for p in layer.parameters(recurse=False) if owners[id(p)] == 1}
     return [id(parameter) in known for parameter in trained(model)]

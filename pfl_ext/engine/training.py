@@ -75,8 +75,6 @@ class PerVariableClippedSGD(torch.optim.SGD):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ):
-        if not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm} and must be positive; leave clipping out for none")
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
         self.max_norm = max_norm
 
@@ -222,6 +220,10 @@ class Batch(NamedTuple):
     targets: Tensor  # [B, ...], settled
     crops: Tensor  # [B, 6]
     shares: Tensor  # [B], of the loss
+
+    def on(self, device: torch.device) -> Batch:
+        """The batch on a device, without waiting for its copy."""
+        return Batch(*(t.to(device, non_blocking=True) for t in self))
 
 
 def joined(batches: Sequence[Batch]) -> tuple[Batch, list[int]]:

@@ -23,6 +23,7 @@ from pfl_ext.engine.cpu.crops import Crops
 from pfl_ext.engine.cpu.layers import CpuLayers
 from pfl_ext.engine.gpu_layers import GpuLayers
 from pfl_ext.models.classifier import ImageClassifier, memory_format
+from pfl_ext.models.probing import before_each
 
 Sides = tuple[slice, slice]
 
@@ -119,22 +120,17 @@ def _padding(layer: nn.Conv2d) -> tuple[int, ...]:
 @torch.no_grad()
 def _trimmable(central: ImageClassifier) -> dict[str, Sides]:
     """The live taps of each convolution that has dead ones, found with one image."""
+    convolutions = {name: m for name, m in central.named_modules() if isinstance(m, nn.Conv2d)}
     sizes: dict[str, list[tuple[int, int]]] = {}
-    hooks = []
-    for name, layer in central.named_modules():
-        if isinstance(layer, nn.Conv2d):
 
-            def note(_: nn.Module, inputs: tuple[Tensor], name: str = name) -> None:
-                sizes.setdefault(name, []).append((inputs[0].shape[2], inputs[0].shape[3]))
+    def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sizes.setdefault(name, []).append((inputs[0].shape[2], inputs[0].shape[3]))
 
-            hooks.append(layer.register_forward_pre_hook(note))
-    central.backbone(torch.zeros(1, *central.input_shape, device=central.mean.device))
-    for hook in hooks:
-        hook.remove()
+    with before_each(convolutions.items(), note):
+        central.backbone(torch.zeros(1, *central.input_shape, device=central.mean.device))
     found = {}
     for name, seen in sizes.items():
-        layer = central.get_submodule(name)
-        assert isinstance(layer, nn.Conv2d)
+        layer = convolutions[name]
         if len(set(seen)) != 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
             continue
         forms = zip(seen[0], layer.kernel_size, layer.stride, layer.padding, layer.dilation)

@@ -139,16 +139,12 @@ class Tuner:
             return {**began, "source": AS_BEGUN}
         known = read_kept(place)
         if "by" in known:
-            alive = is_alive(known)
-            why = (
-                "while another run times others"
-                if alive
-                else "since an earlier attempt to time others broke off"
-            )
+            broke_off = "since an earlier attempt to time others broke off"
+            why = "while another run times others" if is_alive(known) else broke_off
             return {"source": f"as it was, {why}"}
-        return (
-            {**known, "source": "as timed before"} if arrangement_in(known) in engine.arrangements() else {}
-        )
+        if arrangement_in(known) not in engine.arrangements():
+            return {}
+        return {**known, "source": "as timed before"}
 
     def _times(self, engine: CohortEngine, job: Round, place: Path) -> Timed:
         """The engine's own arrangement first, and others if passes take long enough but not too long."""

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -103,29 +103,30 @@ class Architecture:
         return EncoderDecoder(encoder, self.decoder(encoder.channels, num_labels))
 
 
+def _registered(arch: str) -> Any:
+    """The builder of a network of ours; None for one of torchvision's."""
+    return NETWORKS[arch] if arch in NETWORKS.names() else None
+
+
 def encoder_of(arch: str) -> str:
     """The classifier from whose weights a network starts; for a network without decoder, the network itself.
 
     The builder of a network with a decoder has it as ``encoder``, as `Architecture` does.
     """
-    network = NETWORKS[arch] if arch in NETWORKS.names() else None
-    return str(getattr(network, "encoder", arch))
+    return str(getattr(_registered(arch), "encoder", arch))
 
 
 def task_of(arch: str, usual: Callable[[int], Task]) -> Callable[[int], Task]:
     """A function that makes a network's task from the number of classes: its own, or else the usual one."""
-    network = NETWORKS[arch] if arch in NETWORKS.names() else None
-    return getattr(network, "task", None) or usual
+    return getattr(_registered(arch), "task", None) or usual
 
 
 def draws(config: ModelConfig) -> bool:
     """Whether a network draws in training, so that its images need keys."""
-    network = NETWORKS[config.arch] if config.arch in NETWORKS.names() else None
-    return config.dropout or bool(getattr(network, "drawing", False))
+    return config.dropout or bool(getattr(_registered(config.arch), "drawing", False))
 
 
 def outputs_of(arch: str) -> Outputs:
     """The kind of a network's outputs; the builder of one with a decoder has it as ``outputs``."""
-    network = NETWORKS[arch] if arch in NETWORKS.names() else None
-    found: Outputs = getattr(network, "outputs", "image")
+    found: Outputs = getattr(_registered(arch), "outputs", "image")
     return found

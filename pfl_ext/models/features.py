@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.probing import agree, before_each, two_images
 from pfl_ext.models.random_features import OnRandomFeatures
 
 Result = TypeVar("Result")
@@ -93,11 +94,8 @@ def entering(layer: nn.Module, run: Callable[[], Result], name: str = "") -> tup
         ValueError: one clause, when the layer is not used exactly once, or takes several tensors.
     """
     entered: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
-    try:
+    with before_each([(name, layer)], lambda _, __, inputs: entered.append(inputs[0])):
         result = run()
-    finally:
-        hook.remove()
     if len(entered) != 1:
         raise ValueError(f"the layer {name} is used {len(entered)} times")
     if not isinstance(entered[0], Tensor):
@@ -119,16 +117,14 @@ class Split:
     def __init__(self, whole: ImageClassifier) -> None:
         self._whole = whole
         self.trained = _last_trained(whole.backbone)
-        images = torch.arange(2 * whole.input_size**2 * 3).view(2, whole.input_size, whole.input_size, 3)
-        made = (images * 37 % 256).to(torch.uint8).to(whole.mean.device)
-        features, outputs = self._run(made)
+        features, outputs = self._run(two_images(whole.input_size).to(whole.mean.device))
         if features.ndim != 2:
             raise ValueError(f"the layer {self.trained} takes more than a vector for each image")
         self.width = features.shape[1]
         self.classifier = FeatureClassifier(whole, self.trained, self.width)
         with torch.no_grad():
             alone = self.classifier(features)
-        if not torch.allclose(alone, outputs, rtol=1e-3, atol=1e-3 * float(outputs.abs().max())):
+        if not agree(alone, outputs, 1e-3):
             raise ValueError(f"more than the layer {self.trained} follows the frozen layers")
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.probing import before_each
 
 ADAPTERS = ("lora_a", "lora_b")
 """Names of the two layers of an adapter, as suffixes of the name of their layer."""
@@ -95,19 +96,15 @@ def add_adapters(
         ValueError: when there is no such layer, or the rank is above that of every layer.
     """
     called: set[str] = set()
-    hooks = [
-        layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        for name, layer in backbone.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d) and not f"{name}.".startswith(f"{head}.")
-    ]
-    with torch.no_grad():
-        backbone(images)
-    for hook in hooks:
-        hook.remove()
-    adapted = {
+    layers = {
         name: layer
         for name, layer in backbone.named_modules()
-        if name in called and isinstance(layer, nn.Linear | nn.Conv2d) and getattr(layer, "groups", 1) == 1
+        if isinstance(layer, nn.Linear | nn.Conv2d) and not f"{name}.".startswith(f"{head}.")
+    }
+    with before_each(layers.items(), lambda name, *_: called.add(name)), torch.no_grad():
+        backbone(images)
+    adapted = {
+        name: layer for name, layer in layers.items() if name in called and getattr(layer, "groups", 1) == 1
     }
     if not adapted:
         raise ValueError(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.prefix import Reached, substituted
+from pfl_ext.models.probing import agree, before_each
 from pfl_ext.models.trained import blocks_of, new_part
 
 
@@ -86,26 +87,18 @@ def parts_of(module: ImageClassifier, cut: int, keep_head: bool = False) -> list
         except (RuntimeError, TypeError, AttributeError, ValueError) as fault:
             raise ValueError("its parts cannot be run by themselves") from fault
     whole = sorted(name for name, _ in backbone.named_parameters())
-    close = found.shape == expected.shape and torch.allclose(
-        found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
-    )
-    if sorted(names) != whole or not close:
+    if sorted(names) != whole or found.shape != expected.shape or not agree(found, expected, 1e-4):
         raise ValueError("its parts one after another are not the network")
     return parts
 
 
 def _run_in_order(backbone: nn.Module, images: Tensor) -> tuple[list[str], Tensor]:
     """The names of the modules in the order in which they are first run, and the outputs."""
-    entered: list[str] = []
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_: None if name in entered else entered.append(name)
-
-    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in backbone.named_modules() if name]
-    outputs: Any = backbone(images)
-    for hook in hooks:
-        hook.remove()
-    return entered, outputs
+    entered: dict[str, None] = {}  # in the order of the first runs
+    named = [(name, layer) for name, layer in backbone.named_modules() if name]
+    with before_each(named, lambda name, *_: entered.setdefault(name)):
+        outputs: Tensor = backbone(images)
+    return list(entered), outputs
 
 
 def _part(backbone: nn.Module, entered: Sequence[str], begin: str | None, end: str | None) -> Part:

@@ -19,22 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier, memory_format
+from pfl_ext.models.probing import agree, two_images
 
 LARGEST_MAP = 4
 """Largest size of a map relative to its image, both in bytes; beyond, maps are not worth their memory."""
 
 
-class Passed(nn.Module):
-    """Holds a module's layers under their names, but runs none: it returns its input."""
+class Holding(nn.Module):
+    """Holds a module's layers, parameters and buffers, with the same names and order."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, child in layer.named_children():
+        for name, child in module.named_children():
             self.add_module(name, child)
-        for name, parameter in layer.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        for name, buffer in layer.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name in layer.state_dict())
+        for name, buffer in module.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in module.state_dict())
+
+
+class Passed(Holding):
+    """Holds a module's layers, but runs none: it returns its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, unchanged."""
@@ -115,8 +120,7 @@ class Prefix:
         self._format = torch.contiguous_format if weight is None else memory_format(weight)
         network.set_submodule(self.last, _End(network.get_submodule(self.last)))
         side = whole.input_size
-        images = torch.arange(2 * side**2 * 3).view(2, side, side, 3)
-        made = (images * 37 % 256).to(torch.uint8)
+        made = two_images(side)
         self._shape = tuple(self._run(made).shape[1:])
         maps = torch.from_numpy(self.maps(made))
         if maps.shape[1] * 4 > LARGEST_MAP * side**2 * 3:
@@ -129,7 +133,7 @@ class Prefix:
                 alone, outputs = self.classifier(maps), whole(made)
         except RuntimeError as fault:
             raise ValueError(f"the layers after {self.last} cannot be run by themselves") from fault
-        if not torch.allclose(alone, outputs, rtol=1e-3, atol=1e-3 * float(outputs.abs().max())):
+        if not agree(alone, outputs, 1e-3):
             raise ValueError(f"more than the blocks up to {self.last} stands before the trained ones")
 
     def maps(self, images: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:

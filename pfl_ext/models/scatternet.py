@@ -47,9 +47,9 @@ def gabor(side: int, sigma: float, angle: float, frequency: float, slant: float)
     return scaled
 
 
-def morlet(side: int, octave: int, angle: float, slant: float) -> Tensor:
+def morlet(side: int, octave: int, angle: float) -> Tensor:
     """The real spectrum ``[n, n]`` of a wavelet of mean 0; arguments as for `gabor`."""
-    sigma, frequency = SIGMA * 2**octave, FREQUENCY / 2**octave
+    sigma, frequency, slant = SIGMA * 2**octave, FREQUENCY / 2**octave, 4 / ANGLES
     wave, envelope = gabor(side, sigma, angle, frequency, slant), gabor(side, sigma, angle, 0, slant)
     spectrum: Tensor = torch.fft.fft2(wave - wave.sum() / envelope.sum() * envelope).real
     return spectrum
@@ -76,35 +76,35 @@ class Scattering(nn.Module):
     wavelets: Tensor  # spectra [J, L, n, n]
     average: Tensor  # spectrum [n], of rows and of columns
 
-    def __init__(self, side: int, octaves: int = OCTAVES, angles: int = ANGLES) -> None:
+    def __init__(self, side: int) -> None:
         super().__init__()
-        unit = 2**octaves
+        unit = 2**OCTAVES
         if side <= unit or side % unit:
             raise ValueError(
-                f"input_size is {side}, but scatternet halves the image {octaves} times: use a multiple of "
+                f"input_size is {side}, but scatternet halves the image {OCTAVES} times: use a multiple of "
                 f"{unit} above {unit}"
             )
-        self.side, self.octaves, self.angles = side, octaves, angles
+        self.side = side
         padded = side + 2 * unit
-        turns = [math.pi * (angles // 2 - 1 - k) / angles for k in range(angles)]
-        waves = [[morlet(padded, octave, turn, 4 / angles) for turn in turns] for octave in range(octaves)]
-        self.register_buffer("wavelets", torch.stack([torch.stack(w) for w in waves]).float(), False)
-        average = torch.fft.fft2(gabor(padded, SIGMA * 2 ** (octaves - 1), 0, 0, 1)).real[0]
+        turns = [math.pi * (ANGLES // 2 - 1 - k) / ANGLES for k in range(ANGLES)]
+        waves = [torch.stack([morlet(padded, octave, turn) for turn in turns]) for octave in range(OCTAVES)]
+        self.register_buffer("wavelets", torch.stack(waves).float(), False)
+        average = torch.fft.fft2(gabor(padded, SIGMA * 2 ** (OCTAVES - 1), 0, 0, 1)).real[0]
         self.register_buffer("average", average.float(), False)
 
     def extra_repr(self) -> str:
         """Everything that its outputs depend on, for the digest of cached features."""
-        return f"{self.side}, octaves={self.octaves}, angles={self.angles}"
+        return f"{self.side}, octaves={OCTAVES}, angles={ANGLES}"
 
     def forward(self, images: Tensor) -> Tensor:
         """See the class."""
-        padded = F.pad(images, [2**self.octaves] * 4, mode="reflect").unsqueeze(2)
+        padded = F.pad(images, [2**OCTAVES] * 4, mode="reflect").unsqueeze(2)
         image = torch.fft.fft2(padded)
         first, second = [], []
-        for octave in range(self.octaves):
+        for octave in range(OCTAVES):
             moduli = self._moduli(image, 0, octave)  # [B, C, L, n, n]
             first.append(self._averaged(moduli, octave))
-            later = range(octave + 1, self.octaves)
+            later = range(octave + 1, OCTAVES)
             spectra = torch.fft.fft2(moduli).unsqueeze(3) if later else moduli
             for other in later:
                 both = self._moduli(spectra, octave, other)  # [B, C, L, L, n, n]
@@ -121,7 +121,7 @@ class Scattering(nn.Module):
         """Averages of maps at ``octave``, without their border, which is one pixel wide at this scale."""
         kernel = torch.fft.ifft(low(self.average, octave, 0)).real
         steps = torch.arange(len(kernel), device=kernel.device)
-        kept = steps[:: 2 ** (self.octaves - octave)][1:-1]
+        kept = steps[:: 2 ** (OCTAVES - octave)][1:-1]
         matrix = kernel[(kept[:, None] - steps) % len(kernel)]
         averages: Tensor = matrix @ maps @ matrix.T
         return averages

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.lora import add_adapters
+from pfl_ext.models.probing import before_each
 
 LAYERS = (nn.Linear, nn.Conv2d)
 
@@ -166,12 +167,7 @@ def _repeats(module: nn.Module) -> bool:
 def _follow_one_another(backbone: nn.Module, names: Sequence[str], images: Tensor) -> bool:
     """Whether the network runs these modules in this order, and each once."""
     entered: list[str] = []
-    hooks = [
-        backbone.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: entered.append(name))
-        for name in names
-    ]
-    with torch.no_grad():
+    layers = [(name, backbone.get_submodule(name)) for name in names]
+    with before_each(layers, lambda name, *_: entered.append(name)), torch.no_grad():
         backbone(images)
-    for hook in hooks:
-        hook.remove()
     return entered == list(names)

@@ -8,7 +8,7 @@ lower triangle of ones, Z ``[T, P]`` independent N(0, z^2), C ``[T, T]`` lower t
 server's sum over rounds, ``A X``, then has the noise ``A C^-1 Z``, which is smaller than the ``A Z`` of
 independent noise.
 
-**Sensitivity** (`sensitivity`). A user in rounds i of a set S changes ``C X`` by the sum of ``C[:, i] g_i``,
+**Sensitivity.** A user in rounds i of a set S changes ``C X`` by the sum of ``C[:, i] g_i``,
 each g_i at most 1 long. If rounds in S are at least b apart, their columns of C share no row, so the squared
 change is at most the sum of ``|C[:, i]|^2`` (Choquette-Choo et al. 2022 and 2023, arXiv 2211.06530 and
 2306.08153). Every *column* here has norm 1, so the change is at most sqrt(k), as for k rounds of independent
@@ -99,27 +99,6 @@ class BandedFactor:
         for k, value in enumerate(self.coefficients):
             toeplitz += np.diag(np.full(self.num_rounds - k, value), -k)
         return np.asarray(toeplitz / self.column_norms)
-
-
-def sensitivity(factor: FloatArray, min_separation: int, max_participations: int) -> float:
-    """Largest L2 change of ``C X`` by one user, for C ``[T, T]`` with at most ``min_separation`` diagonals.
-
-    It is taken over all sets of at most ``max_participations`` rounds that are ``min_separation`` or more
-    apart.
-
-    Raises:
-        ValueError: when C has more diagonals, so that columns of one user could overlap.
-    """
-    if np.triu(factor, 1).any() or np.tril(factor, -min_separation).any():
-        raise ValueError(f"the factor is not lower triangular with {min_separation} diagonals")
-    squares = (factor**2).sum(axis=0)
-    best = np.zeros(len(squares) + min_separation)  # best[t]: from round t on, with the participations so far
-    for _ in range(max_participations):
-        more = np.zeros_like(best)
-        for t in reversed(range(len(squares))):
-            more[t] = max(more[t + 1], squares[t] + best[t + min_separation])
-        best = more
-    return float(best[0] ** 0.5)
 
 
 class CorrelatedNoise:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,9 +50,8 @@ from pfl_ext.privacy.mechanisms import BOUND_RANGE, FlatGaussianMechanism, Vecto
 from pfl_ext.randomness import stream
 
 WIDEST = 100.0  # change of a bound's logarithm that leaves `BOUND_RANGE` from anywhere in it
-TALLY = (
-    "pfl_ext.privacy.central/tally"  # key under which users' votes and counts are summed with their updates
-)
+TALLY = "pfl_ext.privacy.central/tally"
+"""Key under which users' votes and counts are summed with their updates."""
 
 
 def is_private(postprocessor: Postprocessor) -> bool:
@@ -221,6 +220,11 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
             Weighted.from_unweighted(ratio),
         ]
         return Metrics([(metric_name(name, self.local), value) for name, value in zip(METRICS, values)])
+
+
+def noisy_mean_in(postprocessors: Iterable[Postprocessor]) -> NoisyMean | None:
+    """The mechanism of a private run, from its postprocessors; None if it has none of ours."""
+    return next((each for each in postprocessors if isinstance(each, NoisyMean)), None)
 
 
 class PrivateMean(NoisyMean):

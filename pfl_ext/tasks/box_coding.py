@@ -35,6 +35,20 @@ def overlaps(first: Tensor, second: Tensor) -> Tensor:
     return common / union.clamp(min=1e-12)
 
 
+def qualities(targets: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """IoU ``[B, M, A]`` of true boxes ``[B, M, 6]`` with others ``[B, A, 4]``, and which rows are `objects`.
+
+    The IoU of other rows is -1.
+    """
+    counts = objects(targets)
+    return torch.where(counts[..., None], overlaps(targets[..., :CLASS], boxes), -1.0), counts
+
+
+def chosen(targets: Tensor, number: Tensor) -> Tensor:
+    """The row of true boxes ``[B, M, 6]`` with each of these numbers ``[B, A]``: ``[B, A, 6]``."""
+    return targets.gather(1, number[..., None].expand(-1, -1, targets.shape[2]))
+
+
 def _areas(boxes: Tensor) -> Tensor:
     sides = boxes[..., 2:] - boxes[..., :2]
     return sides[..., 0] * sides[..., 1]

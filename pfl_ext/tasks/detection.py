@@ -21,7 +21,8 @@ from torchvision.ops import batched_nms, sigmoid_focal_loss
 
 from dataset.arrays import Float32Array, IntArray
 from pfl_ext.data.transforms import Framing, boxes_cropped
-from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX, SCORE, Detections, scorers
+from pfl_ext.tasks.box_coding import chosen, objects
+from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, FLAGS, NO_BOX, SCORE, Detections, scorers
 from pfl_ext.tasks.task import Task
 
 NO_LIMIT = 1e8
@@ -178,7 +179,7 @@ def _matched(places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite.
     """
     boxes = targets[..., :CLASS]
-    counts = (targets[..., CLASS] != NO_BOX) & (targets[..., FLAGS].long() & CROWD == 0)
+    counts = objects(targets)
     sides = _distances(places[:, :, None], boxes[:, None])
     least, greatest = sides.amin(3), sides.amax(3)
     middle = (boxes[..., :2] + boxes[..., 2:]) / 2
@@ -189,12 +190,12 @@ def _matched(places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     areas = _area(boxes[..., 2:] - boxes[..., :2])
     smallest, number = torch.where(fits, areas[:, None], torch.inf).min(2)
     has_box = smallest < torch.inf
-    chosen = targets.gather(1, number[..., None].expand(-1, -1, targets.shape[2]))
-    around = _boxes(torch.ones_like(chosen[..., :CLASS]), places)
+    true = chosen(targets, number)
+    around = _boxes(torch.ones_like(true[..., :CLASS]), places)
     return (
-        torch.where(has_box[..., None], chosen[..., :CLASS], around),
+        torch.where(has_box[..., None], true[..., :CLASS], around),
         has_box,
-        torch.where(has_box, chosen[..., CLASS], 0),
+        torch.where(has_box, true[..., CLASS], 0),
     )
 
 

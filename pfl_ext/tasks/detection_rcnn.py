@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from pfl_ext.tasks.box_coding import PLAIN, USUAL, clipped, decoded, encoded, objects, overlaps
+from pfl_ext.tasks.box_coding import PLAIN, USUAL, chosen, clipped, decoded, encoded, qualities
 from pfl_ext.tasks.detection import Detection, listed
 from pfl_ext.tasks.detection_scores import CLASS
 
@@ -145,29 +145,19 @@ def anchor_labels(anchors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     An anchor belongs to an object if they overlap by `IS_OBJECT`, or if no anchor overlaps the object more.
     """
-    quality, counts = _quality(anchors, targets)
+    quality, counts = qualities(targets, anchors)
     best, number = quality.max(1)
     highest = quality.amax(2, keepdim=True)
     is_best = ((quality == highest) & (highest > 0) & counts[..., None]).any(1)
     labels = torch.where(best >= IS_OBJECT, 1, torch.where(best < IS_BACKGROUND, 0, IGNORED))
-    return torch.where(is_best, 1, labels), _chosen(targets, number)[..., :CLASS]
+    return torch.where(is_best, 1, labels), chosen(targets, number)[..., :CLASS]
 
 
 def proposal_labels(proposals: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The class plus 1 of a proposal ``[B, N, 4]``, 0 for the background, ``[B, N]``; and the box of each."""
-    best, number = _quality(proposals, targets)[0].max(1)
-    chosen = _chosen(targets, number)
-    return torch.where(best >= IN_SECOND, chosen[..., CLASS].long() + 1, 0), chosen[..., :CLASS]
-
-
-def _quality(boxes: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """IoU of true boxes with others ``[B, M, N]``, -1 for rows without object; and which rows have one."""
-    counts = objects(targets)
-    return torch.where(counts[..., None], overlaps(targets[..., :CLASS], boxes), -1.0), counts
-
-
-def _chosen(targets: Tensor, number: Tensor) -> Tensor:
-    return targets.gather(1, number[..., None].expand(-1, -1, targets.shape[2]))
+    best, number = qualities(targets, proposals)[0].max(1)
+    own = chosen(targets, number)
+    return torch.where(best >= IN_SECOND, own[..., CLASS].long() + 1, 0), own[..., :CLASS]
 
 
 def sampled(labels: Tensor, draws: Tensor, count: int, share: float) -> tuple[Tensor, Tensor]:

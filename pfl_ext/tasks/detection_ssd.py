@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from pfl_ext.tasks.box_coding import USUAL, clipped, decoded, encoded, objects, overlaps
+from pfl_ext.tasks.box_coding import USUAL, chosen, clipped, decoded, encoded, qualities
 from pfl_ext.tasks.detection import Detection, listed
 from pfl_ext.tasks.detection_scores import CLASS
 
@@ -68,8 +68,7 @@ def matched(anchors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     It is the true box that it overlaps most, by at least `MATCH`. But each true box gets the default box that
     overlaps it most; if this is the same one for several, it belongs to the last of them.
     """
-    counts = objects(targets)
-    quality = torch.where(counts[..., None], overlaps(targets[..., :CLASS], anchors), -1.0)
+    quality, counts = qualities(targets, anchors)
     best, number = quality.max(1)
     own = quality.argmax(2)  # best default box of each true box
     rows = torch.arange(targets.shape[1], device=targets.device)
@@ -78,8 +77,8 @@ def matched(anchors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     last = torch.where(is_own, rows[:, None], -1).amax(1)
     number = torch.where(last >= 0, last, number)
     has_box = (best >= MATCH) | (last >= 0)
-    chosen = targets.gather(1, number[..., None].expand(-1, -1, targets.shape[2]))
-    return chosen[..., :CLASS], has_box, chosen[..., CLASS]
+    true = chosen(targets, number)
+    return true[..., :CLASS], has_box, true[..., CLASS]
 
 
 def _best(boxes: Tensor, scores: Tensor) -> Tensor:

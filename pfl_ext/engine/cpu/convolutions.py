@@ -5,13 +5,13 @@ Shape letters: N images, C channels in, K channels out, H and W positions.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
+from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form, is_float32
 from pfl_ext.engine.cpu.narrow import (
     After,
     Laid,
@@ -143,6 +143,13 @@ class PooledConvolution(Convolution):
         return out
 
 
+def regular(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether this is a convolution with zeros around its images, without dilation, of one stride."""
+    if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        return False
+    return layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
+
+
 def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) -> Tensor:
     """Compute with torch what follows a norm or a convolution."""
     x = x if added is None else x + added
@@ -152,8 +159,7 @@ def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) ->
 
 def float32_images(x: Tensor) -> bool:
     """Whether these are float32 images on a CPU, without autocast."""
-    plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
-    return plain and not torch.is_autocast_enabled("cpu")
+    return is_float32(x) and x.ndim == 4
 
 
 def taken(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data.transforms import KEY_BITS
-from pfl_ext.engine.cpu.kernels import CpuKernels
+from pfl_ext.engine.cpu.kernels import CpuKernels, is_float32
 from pfl_ext.models.dropout import KeyedDropout, keys_of_images
 
 FEW_IMAGES = 16
@@ -66,7 +66,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         """``[N, C]`` -> ``[N, K]``."""
-        if not _plain(x) or x.ndim != 2:
+        if not is_float32(x) or x.ndim != 2:
             out = super().forward(x)
             return out.relu() if relu else out
         done: Tensor = _Linear.apply(x, self.weight, self.bias, self, relu)
@@ -83,17 +83,11 @@ class Dropout(KeyedDropout):
     def forward(self, x: Tensor) -> Tensor:
         """``[N, ...]`` -> the same shape."""
         keys = keys_of_images()
-        if keys is None or not self.p or not _plain(x) or x.ndim < 2:
+        if keys is None or not self.p or not is_float32(x) or x.ndim < 2:
             return super().forward(x)
         assert len(keys) == len(x), "a key for each image"
         out: Tensor = _Drop.apply(x, keys, self)
         return out
-
-
-def _plain(x: Tensor) -> bool:
-    """Whether these are float32 numbers on a CPU, without autocast."""
-    plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
-    return plain and not torch.is_autocast_enabled("cpu")
 
 
 class _Linear(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu.convolutions import Compiled
+from pfl_ext.engine.cpu.convolutions import Compiled, regular, taken
 from pfl_ext.engine.cpu.kernels import DEPTHWISE_CHANNELS, DEPTHWISE_SIDE, Form
 
 
@@ -36,8 +36,7 @@ class Depthwise(Compiled):
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        known = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
-        return known and x.ndim == 4 and x.numel() > 0
+        return taken(x) and x.ndim == 4 and x.numel() > 0
 
     def gradients(
         self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
@@ -82,9 +81,7 @@ class _Filter(torch.autograd.Function):
 
 def depthwise(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether this layer filters each channel by itself, with a kernel of 3 x 3 or 5 x 5."""
-    if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        return False
-    if layer.dilation != (1, 1) or layer.stride[0] != layer.stride[1]:
+    if not regular(layer):
         return False
     single = layer.groups == layer.in_channels == layer.out_channels > 1
     square = layer.kernel_size in ((3, 3), (DEPTHWISE_SIDE, DEPTHWISE_SIDE))

@@ -16,25 +16,20 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from pfl_ext.models.lora import LowRank
+from pfl_ext.models.prefix import Holding
 
 SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 RELUS = {nn.ReLU, F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 
 
-class Joined(nn.Module):
+class Joined(Holding):
     """A network's layers and parameters, with the same names and order, and another forward.
 
     An `fx.GraphModule` and its copies order them by use, but parameters are matched by their order.
     """
 
     def __init__(self, network: nn.Module, graph: fx.Graph) -> None:
-        super().__init__()
-        for name, child in network.named_children():
-            self.add_module(name, child)
-        for name, parameter in network.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in network.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name in network.state_dict())
+        super().__init__(network)
         self._run = type(fx.GraphModule(network, graph)).forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

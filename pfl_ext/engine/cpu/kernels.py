@@ -254,6 +254,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, memory_format=torch.channels_last)
 
 
+def is_float32(x: Tensor) -> bool:
+    """Whether these are float32 numbers on a CPU, at least one, without autocast."""
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
+    return plain and not torch.is_autocast_enabled("cpu")
+
+
 def last(x: Tensor) -> Tensor:
     """The tensor in channels-last memory, detached from autograd."""
     return x.detach().contiguous(memory_format=torch.channels_last)

@@ -20,6 +20,7 @@ from pfl_ext.engine.cpu.convolutions import (
     FewChannels,
     PooledConvolution,
     entering,
+    regular,
     taken,
 )
 from pfl_ext.engine.cpu.dense import Dropout, Linear
@@ -180,6 +181,4 @@ def poolable(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def _plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        return False
-    return layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
+    return regular(layer) and layer.groups == 1

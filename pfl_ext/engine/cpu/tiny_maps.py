@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.probing import before_each
 
 
 @torch.no_grad()
@@ -24,22 +25,17 @@ def found_in(model: ImageClassifier) -> str | None:
     none. Layers that the network itself keeps from bfloat16 do not count."""
     found: list[str] = []
 
-    def look(layer: nn.Conv2d, inputs: tuple[Any, ...], name: str) -> None:
+    def look(name: str, layer: Any, inputs: tuple[Any, ...]) -> None:
         if torch.is_autocast_enabled("cpu") and _is_tiny(layer, inputs[0].shape[2:]):
             found.append(name)
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, inputs, name=name: look(layer, inputs, name))
+    plain = [
+        (name, layer)
         for name, layer in model.backbone.named_modules()
         if isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.dilation == (1, 1)
     ]
-    device = model.mean.device
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            model.backbone(torch.zeros(1, *model.input_shape, device=device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with before_each(plain, look), torch.autocast("cpu", torch.bfloat16):
+        model.backbone(torch.zeros(1, *model.input_shape, device=model.mean.device))
     return found[0] if found else None
 
 

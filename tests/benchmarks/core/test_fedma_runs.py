@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.fedma import FedMA, Networks
+from pfl_ext.algorithms.fedma import FedMA
 from pfl_ext.algorithms.matching import alive, neurons, reordered
 from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_at
 from tests.benchmarks.core.worker_runs import SMALL
@@ -29,8 +29,8 @@ def test_copies_in_another_order_are_averaged_to_the_network(
     first: list[Weights] = []
     begin = FedMA.init
 
-    def shuffled(self: FedMA, seed: int) -> Networks:
-        whole, rng = begin(self, seed).users[0], np.random.default_rng(4)
+    def shuffled(self: FedMA, seed: int) -> list[Weights]:
+        whole, rng = begin(self, seed)[0], np.random.default_rng(4)
         first.append(whole)
         users = [whole]
         for _ in self.users[1:]:
@@ -38,7 +38,7 @@ def test_copies_in_another_order_are_averaged_to_the_network(
             for layer, following in pairwise(self.layers):
                 own = reordered(own, layer, following, rng.permutation(layer.neurons))
             users.append(own)
-        return Networks(users)
+        return users
 
     def still(
         self: Clients, weights: Sequence[Mapping[str, torch.Tensor]], users: Any, number: int
@@ -103,7 +103,7 @@ def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
         sent[:] = found
         return found, line
 
-    def compared(self: FedMA, state: Networks, number: int) -> Any:
+    def compared(self: FedMA, state: list[Weights], number: int) -> Any:
         found = real(self, state, number)
         layer = self.layers[number % 5]
         if layer is not self.layers[-1]:
@@ -111,7 +111,7 @@ def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
         counts = []
         for user in self.users:
             rows = self.context.users.partition.rows_of(int(user))
-            counts.append((np.asarray(self.context.users._store.targets(rows)) > 0).sum(0))
+            counts.append((np.asarray(self.context.users.store.targets(rows)) > 0).sum(0))
         images = [len(self.context.users.partition.rows_of(int(user))) for user in self.users]
         for name in layer.variables:
             for k in range(layer.neurons):
@@ -119,7 +119,7 @@ def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
                 weights = weights if sum(weights) else images
                 parts = [w * own[name][k].double() / sum(weights) for w, own in zip(weights, sent)]
                 expected = torch.stack(parts).sum(0)
-                torch.testing.assert_close(found[0].users[1][name][k], expected.float(), rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(found[0][1][name][k], expected.float(), rtol=1e-5, atol=1e-7)
         kept["classes"] = sum(sum(int(c[k]) for c in counts) > 0 for k in range(layer.neurons))
         return found
 
@@ -157,18 +157,18 @@ def test_layers_grow_by_neurons_that_only_some_users_have(
     """Empty neurons stay empty in training, and a new one has the mean of the users that have it."""
     real, new, only = FedMA.round, [], []
 
-    def compared(self: FedMA, state: Networks, number: int) -> Any:
+    def compared(self: FedMA, state: list[Weights], number: int) -> Any:
         place = number % 5
         layer = self.layers[place]
-        before = [alive(neurons(own, layer)) for own in state.users]
+        before = [alive(neurons(own, layer)) for own in state]
         assert number or [int(a.sum()) for a in before] == [5] * 4
-        trained, _ = FedMA._trained(self, state.users, place, number)
+        trained, _ = FedMA._trained(self, state, place, number)
         for own, was in zip(trained, before):
             assert np.array_equal(alive(neurons(own, layer)), was)
         found, line = real(self, state, number)
         if place < 4:
             rows = [neurons(own, layer) for own in trained]
-            together = neurons(found.users[0], layer)
+            together = neurons(found[0], layer)
             counts = [int(alive(r).sum()) for r in rows]
             assert max(counts) <= line["neurons"] == int(alive(together).sum()) <= sum(counts)
             new.append(line["neurons"] - max(counts))

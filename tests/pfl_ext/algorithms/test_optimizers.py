@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from typing import Any, Literal
@@ -198,16 +197,6 @@ def test_clipping_never_reads_a_norm_back() -> None:
     PerVariableClippedSGD([x], lr=0.1, max_norm=1.0).step()
 
 
-def test_pfl_makes_the_local_optimiser_anew_with_a_learning_rate() -> None:
-    create = functools.partial(PerVariableClippedSGD, max_norm=10.0)
-    layer = nn.Linear(3, 2)
-    optimizer = create(layer.parameters(), lr=0.25)
-    layer(torch.ones(1, 3)).sum().backward()
-    before = layer.bias.detach().clone()
-    optimizer.step()
-    assert_close_as_vector(layer.bias, before - 0.25, 2)
-
-
 def schedule(round: int, name: Any = "warmup_linear", *, num_rounds: int = 5000, **changes: Any) -> float:
     common: dict[str, Any] = {"learning_rate": 0.1, "final_learning_rate": 0.02, "warmup_rounds": 30}
     return ServerConfig(schedule=name, **{**common, **changes}).rate(round, num_rounds)
@@ -251,10 +240,8 @@ def test_values_out_of_range_are_named(name: Any, changes: dict[str, Any], messa
         adaptive(one(), name, **changes)
 
 
-def test_schedule_and_clipping_mistakes_are_named() -> None:
+def test_schedule_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"warmup_rounds is 30, .* = 20"):
         schedule(0, num_rounds=20)
     with pytest.raises(ValueError, match=r"schedule\n.* 'constant', .* or 'exponential'"):
         schedule(0, "step")
-    with pytest.raises(ValueError, match=r"max_norm is 0\.0"):
-        PerVariableClippedSGD([one()], lr=0.1, max_norm=0.0)

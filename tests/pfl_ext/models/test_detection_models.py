@@ -20,6 +20,7 @@ from pfl_ext.models.pretrained import PACKAGED, source_of
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.trained import head_of, new_part
 from pfl_ext.models.weights import IMAGENET
+from tests.pfl_ext.models.test_segmentation_models import NO_DROPOUT, REFUSED
 from tests.pfl_ext.tiny_detector import Tiny
 
 LITE, CPU = "fcos_efficientnet_lite0", torch.device("cpu")
@@ -139,16 +140,7 @@ def test_a_detector_is_always_trained(trained: str) -> None:
     assert any(of_encoder) == (trained != "head")
 
 
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        ({"bottleneck": 8}, "ends in a convolution, before which there is no bottleneck; leave it out"),
-        ({"random_features": 8}, "ends in a convolution, which takes no random features"),
-        ({"channel_norm": "data"}, "has no norm for it: set it to group"),
-        ({"weights": IMAGENET, "keep_head": True}, "holds no decoder of .*: set model.keep_head to false"),
-        ({"dropout": True}, "has no dropout: set model.dropout to false"),
-    ],
-)
+@pytest.mark.parametrize("options, reason", [*REFUSED, ({"dropout": True}, NO_DROPOUT)])
 def test_what_a_detector_does_not_go_with_is_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         built(**options)

@@ -35,6 +35,7 @@ from pfl_ext.tasks import detection_rcnn as rcnn
 from pfl_ext.tasks.detection import MOST, Detection
 from pfl_ext.tasks.detection_scores import CLASS, NO_BOX
 from pfl_ext.tasks.detection_ssd import SSDDetection
+from tests.pfl_ext.models.test_segmentation_models import NO_DROPOUT, REFUSED
 from tests.pfl_ext.tasks.test_detection import made_boxes
 from tests.pfl_ext.tasks.test_detection_anchors import compared
 from tests.pfl_ext.tiny_detector import Tiny
@@ -252,16 +253,7 @@ def test_a_run_is_taken_up_with_its_detector_but_for_what_depends_on_classes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        ({"bottleneck": 8}, "ends in a convolution, before which there is no bottleneck; leave it out"),
-        ({"random_features": 8}, "ends in a convolution, which takes no random features"),
-        ({"channel_norm": "data"}, "has no norm for it: set it to group"),
-        ({"weights": IMAGENET, "keep_head": True}, "holds no decoder of .*: set model.keep_head to false"),
-        ({"dropout": True}, "has no dropout: set model.dropout to false"),
-    ],
-)
+@pytest.mark.parametrize("options, reason", [*REFUSED, ({"dropout": True}, NO_DROPOUT)])
 def test_what_a_detector_does_not_go_with_is_refused(kind: str, options: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         built(f"{kind}_efficientnet_lite0", **options)

@@ -85,7 +85,7 @@ def test_a_picture_that_moves_by_four_pixels_moves_the_maps_by_one() -> None:
 
 def test_no_frequency_gains_energy_and_no_two_images_are_further_apart_after_it() -> None:
     """A modulus brings numbers nearer; the maps hold one pixel of 16, of an image with its border."""
-    waves = [morlet(40, octave, math.pi * (3 - k) / 8, 0.5) for octave in range(2) for k in range(8)]
+    waves = [morlet(40, octave, math.pi * (3 - k) / 8) for octave in range(2) for k in range(8)]
     average = torch.fft.fft2(gabor(40, 1.6, 0, 0, 1)).real
     energy = torch.stack(waves).square().sum(0)
     opposite = energy.flip(0, 1).roll((1, 1), (0, 1))

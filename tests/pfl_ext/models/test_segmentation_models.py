@@ -115,14 +115,21 @@ def test_a_decoder_is_always_trained(trained: str) -> None:
     assert any(of_encoder) == (trained != "head")
 
 
+REFUSED = [
+    ({"bottleneck": 8}, "ends in a convolution, before which there is no bottleneck; leave it out"),
+    ({"random_features": 8}, "ends in a convolution, which takes no random features"),
+    ({"channel_norm": "data"}, "has no norm for it: set it to group"),
+    ({"weights": IMAGENET, "keep_head": True}, "holds no decoder of .*: set model.keep_head to false"),
+]
+"""What no network with a decoder goes with."""
+NO_DROPOUT = "has no dropout: set model.dropout to false"
+
+
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"bottleneck": 8}, "ends in a convolution, before which there is no bottleneck; leave it out"),
-        ({"random_features": 8}, "ends in a convolution, which takes no random features"),
-        ({"channel_norm": "data"}, "has no norm for it: set it to group"),
-        ({"weights": IMAGENET, "keep_head": True}, "holds no decoder of .*: set model.keep_head to false"),
-        ({"arch": "unet_efficientnet_lite0", "dropout": True}, "has no dropout: set model.dropout to false"),
+        *REFUSED,
+        ({"arch": "unet_efficientnet_lite0", "dropout": True}, NO_DROPOUT),
         (
             {"arch": "unet_resnet19"},
             ("model.arch is 'unet_resnet19', which is not a known network; did you mean unet_resnet1"),
