@@ -214,7 +214,7 @@ class _Watch(TrainingProcessCallback):
 
 
 class PflLoop(ServerModelAlgorithm):
-    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CohortBackend`.
+    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CentrallyEvaluatedBackend`.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
     The backend checks the algorithm's refusals in every round.
