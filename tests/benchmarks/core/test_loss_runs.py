@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.core.run_directory import read_yaml
+from benchmarks.core.config.trees import read_yaml
 from dataset.flair.mini_draw import COARSE_LABELS
 from tests.benchmarks.conftest import Refused, Train
 from tests.benchmarks.core.test_head_rate import ONE_EPOCH, ONE_ROUND, WHOLE

@@ -30,14 +30,16 @@ def test_a_split_without_truth_is_refused(
 ) -> None:
     path = tmp_path / "data.hdf5"
     index = masked_index(SPEC) if kind == "masks" else boxed_index(SPEC)
-    for name, found in index.splits[split].annotations.items():
+    annotations = dict(index.splits[split].annotations)
+    for name, found in annotations.items():
         if isinstance(found, Masks):
             void = io.BytesIO()
             Image.fromarray(np.full((16, 16), VOID, np.uint8)).save(void, "PNG")
-            index.splits[split].annotations[name] = Masks.of([void.getvalue()] * len(found), found.num_labels)
+            annotations[name] = Masks.of([void.getvalue()] * len(found), found.num_labels)
         if isinstance(found, Boxes):
             found.flags[:] = CROWD
-    write_mini(path, SPEC, index=index)
+    splits = {**index.splits, split: replace(index.splits[split], annotations=annotations)}
+    write_mini(path, SPEC, index=replace(index, splits=splits))
     main, truth = (
         (segmentation, "pixel with a class in mask")
         if kind == "masks"

@@ -146,4 +146,4 @@ def test_the_default_is_plain() -> None:
     assert TrainingLoss.of(LossConfig(), CLASSES).is_plain
     assert PLAIN.is_plain
     for words in ({"focal_gamma": 1.0}, {"absent_margin": 0.1}, {"class_weights": WEIGHTS}):
-        assert not TrainingLoss.of(LossConfig(**words), CLASSES).is_plain  # type: ignore[arg-type]
+        assert not TrainingLoss.of(LossConfig(**words), CLASSES).is_plain
