@@ -120,8 +120,8 @@ def write_with(
 
     Args:
         file: a file in our own format.
-        output: the path of the copy, which may be that of the file. Its `only_writer` is the caller, since
-            before the file was read.
+        output: the path of the copy, which may be that of the file. The caller is its `only_writer`, and was
+            that before it read the file.
         partitions: the partitions by name.
         drawn: how each drawn partition was drawn, for the provenance.
 
