@@ -2,7 +2,7 @@
 
 It holds the results for each checked block of images, the unfinished output, and a list of what was written
 to it. Every entry has its SHA-256 and appears completely or not at all. A damaged entry counts as missing.
-One process owns the folder at a time.
+One process owns the folder at a time. `only_writer` also keeps apart the commands without a journal.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import contextlib
 import errno
 import hashlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from dataset.cli import SourceError, Stopped
+from dataset.cli import SourceError, Stopped, output_file
 from dataset.files import HALF_WRITTEN, locked, write_bytes
 
 RESUMABLE = (Stopped, KeyboardInterrupt, SourceError)
@@ -22,23 +23,47 @@ left behind."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Journal:
-    """Entries by name; a context manager.
+def _folder_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.partial")
 
-    Raises ValueError when another process writes the same output.
+
+@contextlib.contextmanager
+def only_writer(output: Path, overwrite: bool = True) -> Iterator[None]:
+    """Be the only process that writes this output within the block.
+
+    A command that adds to a file also reads it within the block.
+
+    Args:
+        output: the path of the file.
+        overwrite: whether it may exist. This is checked under the lock, because another process may have
+            finished the file since the command began.
+
+    Raises:
+        ValueError: when another process writes it, or it exists and may not.
     """
+    folder = _folder_of(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / "lock"
+    refusal = f"another process is writing {output}: wait until it ends, or choose another --output_file"
+    with locked(lock, refusal):
+        try:
+            output_file("--output_file", output, overwrite)
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
-    def __init__(self, output: Path) -> None:
-        self.folder = output.with_name(f"{output.name}.partial")
+
+class Journal:
+    """Entries by name; a context manager. It is entered, and refused, as `only_writer` is."""
+
+    def __init__(self, output: Path, overwrite: bool = True) -> None:
+        self.folder = _folder_of(output)
         self.data = self.folder / "data.hdf5"
-        refusal = (
-            f"another process is writing to {self.folder}: wait until it ends, or choose another "
-            "--output_file"
-        )
-        self._lock = locked(self.folder / "lock", refusal)
+        self._lock = only_writer(output, overwrite)
 
     def __enter__(self) -> Journal:
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._lock.__enter__()
         return self
 
@@ -48,12 +73,10 @@ class Journal:
         self._lock.__exit__(None, None, None)
 
     def discard(self) -> None:
-        """Delete the folder. Files in it that are not ours stay, and then the folder too."""
+        """Delete what is kept. Files in the folder that are not ours stay, and then the folder too."""
         half = self.folder.glob(HALF_WRITTEN[0])
-        for path in [*self.folder.glob("entry-*"), *half, self.data, self.folder / "lock"]:
+        for path in [*self.folder.glob("entry-*"), *half, self.data]:
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is not empty
-            self.folder.rmdir()
 
     def put(self, name: str, content: bytes) -> None:
         """Keep an entry, on the disk when this returns."""

@@ -51,10 +51,11 @@ def preprocess(source: Source, options: Options) -> None:
 
     Raises:
         ValueError: for an image that cannot be used (unless such images are skipped), and for records that
-            contradict one another; the message names user and image.
+            contradict one another; the message names user and image. For an output that another process
+            writes, or that exists and is not to be replaced.
         OSError: if the disk is full.
     """
-    with Journal(options.output_file) as journal:
+    with Journal(options.output_file, options.overwrite) as journal:
         found = scan(source, options, journal)
         _say_transcoded(found, options)
         undecodable: dict[int, str] | None = None

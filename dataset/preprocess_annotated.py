@@ -163,6 +163,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         output,
         arguments.storage,
         arguments.image_size,
+        overwrite=arguments.overwrite,
         verify=arguments.verify,
         on_bad_image=arguments.on_bad_image,
         vocabulary={COLUMNS[form]: list(annotated.classes)},

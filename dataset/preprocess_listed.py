@@ -83,6 +83,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
         output,
         arguments.storage,
         arguments.image_size,
+        overwrite=arguments.overwrite,
         verify=arguments.verify,
         on_bad_image=arguments.on_bad_image,
         tool=f"dataset.{spec.name}.download_preprocess",

@@ -62,6 +62,7 @@ class Options:
     """Image ids are positions in their split: images stay in the source's order, and two splits may have the
     same ids."""
     finish: Callable[[DatasetIndex], DatasetIndex] | None = None  # a last change to the index
+    overwrite: bool = False  # an existing output file, also one that another process has made meanwhile
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         output,
         "raw",
         SIDE,
+        overwrite=arguments.overwrite,
         vocabulary={"labels": list(spec.classes)},
         tool=f"dataset.{spec.name}.download_preprocess",
         ids_are_positions=True,

@@ -194,9 +194,7 @@ def _leaf(arguments: argparse.Namespace) -> Found:
 
 
 def _add_leaf(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--source", type=Path, required=True, help="a folder with train/ and test/, or a file"
-    )
+    parser.add_argument("--source", type=Path, required=True, help="folder with train/ and test/, or file")
     parser.add_argument("--images", type=Path, help="the folder of the files that x names, as CelebA's")
 
 
@@ -324,7 +322,8 @@ def main(argv: Sequence[str]) -> None:
     transcoding = Transcoding(arguments.jpeg_quality, arguments.background, arguments.upright)
     if arguments.classes is not None:
         input_file("--classes", arguments.classes)
-    if output.exists() and isinstance(arguments.source, Path) and output.samefile(arguments.source):
+    inputs = [v for name, v in vars(arguments).items() if isinstance(v, Path) and name != "output_file"]
+    if output.exists() and any(path.exists() and output.samefile(path) for path in inputs):
         raise ValueError(f"--output_file {output} is the source file: choose another file name")
     found = FORMATS[arguments.format][0](arguments)
     if found.files and arguments.splits != "deal":
@@ -349,6 +348,7 @@ def main(argv: Sequence[str]) -> None:
         output,
         storage,  # type: ignore[arg-type]
         image_size,
+        overwrite=arguments.overwrite,
         verify=arguments.verify,
         on_bad_image=arguments.on_bad_image,
         vocabulary={name: known.vocabulary() for name, known in found.names.items()},

@@ -83,6 +83,7 @@ def main(argv: Sequence[str]) -> None:
         arguments.on_bad_image,
         read_vocabulary(arguments.label_mapping) if arguments.label_mapping else None,
         arguments.workers,
+        overwrite=arguments.overwrite,
         tool="dataset.flair.download_preprocess",
         transcode=Transcoding(arguments.jpeg_quality, arguments.background, arguments.upright),
     )

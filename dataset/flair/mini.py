@@ -34,6 +34,7 @@ from tqdm import tqdm
 from dataset.arrays import BoolArray, ByteArray, FloatArray, IntArray
 from dataset.cli import OneLineParser, output_file, run
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
+from dataset.journal import only_writer
 from dataset.store.annotations import LabelMatrix, offsets_of, positions
 from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
 from dataset.store.native import Storage
@@ -357,7 +358,8 @@ def main(argv: Sequence[str]) -> None:
         parser.add_argument(f"--{entry.name}", type=kind, default=default, help=f"default {default}")
     options = vars(parser.read(argv))
     path, storage = output_file("--output_file", options.pop("output_file")), options.pop("storage")
-    write_mini(path, MiniSpec(**options), storage)
+    with only_writer(path):
+        write_mini(path, MiniSpec(**options), storage)
     print(f"wrote {path}")
 
 

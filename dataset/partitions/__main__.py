@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dataset.cli import OneLineParser, input_file, output_file, output_folder, run
 from dataset.files import write_json
+from dataset.journal import only_writer
 from dataset.partitions.drawn import Recipe, parse_kinds, read_name, written_kinds
 from dataset.partitions.of_file import (
     LOWEST,
@@ -84,8 +85,15 @@ def main(argv: Sequence[str]) -> None:
     recipes = _recipes(arguments)
     if arguments.output_dir is not None:
         output_folder("--output_dir", arguments.output_dir)
-    if arguments.output_file is not None:
-        output_file("--output_file", arguments.output_file, arguments.overwrite)
+    if arguments.output_file is None:
+        _measure_and_write(arguments, recipes)
+        return
+    output = output_file("--output_file", arguments.output_file, arguments.overwrite)
+    with only_writer(output, arguments.overwrite):
+        _measure_and_write(arguments, recipes)
+
+
+def _measure_and_write(arguments: argparse.Namespace, recipes: Sequence[Recipe]) -> None:
     probe.probe(arguments.file)
     with DataFile(arguments.file) as file:
         taxonomy = arguments.taxonomy or default_taxonomy(file)

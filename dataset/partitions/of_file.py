@@ -120,13 +120,14 @@ def write_with(
 
     Args:
         file: a file in our own format.
-        output: the path of the copy, which may be that of the file.
+        output: the path of the copy, which may be that of the file. The caller is its `only_writer`, and was
+            that before it read the file.
         partitions: the partitions by name.
         drawn: how each drawn partition was drawn, for the provenance.
 
     Raises:
-        ValueError: for a file in another format, a name that a partition cannot have, and a partition that
-            does not fit these images.
+        ValueError: for a file in another format, one that was replaced since it was opened, a name that a
+            partition cannot have, and a partition that does not fit these images.
         OSError: if the disk is full.
     """
     if file.reader.content_sha256 is None:
@@ -159,6 +160,8 @@ def write_with(
                 copy.write(block)
                 bar.update(len(block))
         with h5py.File(temporary, "r+", libver=("v108", "v108")) as stored:
+            if stored.attrs.get("content_sha256") != file.reader.content_sha256:
+                raise ValueError(f"{file.path} was replaced while it was read: run the same command again")
             text = json.dumps(provenance, sort_keys=True, ensure_ascii=False)
             put_partitions(stored, PARTITIONED, partitions, text)
         DataFile(temporary).split(PARTITIONED)

@@ -85,7 +85,8 @@ def validated(path: Path) -> object:
 
 def preprocessed(folder: Path, output: Path, storage: Storage = "jpeg") -> None:
     """A folder of one source through the whole preprocessing, unusable images left out."""
-    preprocess(local(folder), Options(output, storage, image_size=16, on_bad_image="skip", workers=1))
+    options = Options(output, storage, image_size=16, on_bad_image="skip", workers=1, overwrite=True)
+    preprocess(local(folder), options)
 
 
 def as_source(

@@ -262,6 +262,25 @@ def test_listed_images_that_are_nowhere_are_still_missing_after_a_stop(tmp_path:
     assert content_hash(output) == content_hash(whole)
 
 
+def test_a_file_that_was_finished_meanwhile_is_replaced_only_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line has looked for it, but another process can finish it until the lock is taken."""
+    rows = records(20)
+    folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    output.write_text("precious")
+    kept = tmp_path / "f.hdf5.partial" / "entry-plan"
+    kept.parent.mkdir()
+    kept.write_text("of a stopped command with --overwrite")
+    assert make(folder, output) == 2
+    assert f"{output} already exists; add --overwrite to replace it" in capsys.readouterr().err
+    assert output.read_text() == "precious"
+    assert [*kept.parent.iterdir()] == [kept]
+    assert make(folder, output, overwrite=True) == 0
+    assert_paired(output, rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"flair", "f.hdf5"}
+
+
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     folder, output = write_parquet(tmp_path / "flair", records(20)), tmp_path / "f.hdf5"
     code = (

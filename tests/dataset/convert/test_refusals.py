@@ -6,11 +6,13 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dataset.cli import run
 from dataset.convert.__main__ import main
+from dataset.preprocess import make
 from dataset.store import probe
 from dataset.store.hdf5 import DataFile
 from tests.dataset.convert.made_sources import (
@@ -180,6 +182,7 @@ WORDS = [
     (f"{LISTED} --classes=", "--classes is empty"),
     (f"{LISTED} --output_file=own", "--output_file own is a folder"),
     (f"{LISTED} --output_file=own/labels.csv", "own/labels.csv already exists; add --overwrite to replace"),
+    (f"{LISTED} --output_file=own/labels.csv --overwrite", "--output_file own/labels.csv is the source file"),
     (f"leaf --source=nowhere {OUT}", "--source nowhere does not exist: give a folder or a file"),
     (f"leaf --source=own {OUT}", "--source own has no *.json files, and its folders train/ and test/ have"),
     (f"leaf --source=own/labels.csv {OUT}", "own/labels.csv: it has 'p' where { is expected"),
@@ -208,6 +211,31 @@ def test_a_bad_call(words: str, said: str, capsys: pytest.CaptureFixture[str]) -
 def test_too_few_users_for_the_splits(capsys: pytest.CaptureFixture[str]) -> None:
     write_listed(Path("own"), range(1, 6))
     refused(LISTED, "2 users are not enough for 3 splits", capsys)
+
+
+def test_a_file_that_another_command_has_made_meanwhile_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While this one listed its source; the check before did not find it yet."""
+    write_folder(Path("own"), range(1, 28))
+    words = f"{FOLDER} --split_by=images --test_share=0.4".split()
+    place, codes = "dataset.convert.__main__.make", list[int]()
+
+    def meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(place, make)
+        codes.append(run(main, [*words, "--seed=9"]))
+        make(*args)
+
+    monkeypatch.setattr(place, meanwhile)
+    assert run(main, words) == 2
+    assert codes == [0]
+    assert capsys.readouterr().err.endswith("out.hdf5 already exists; add --overwrite to replace it\n")
+    dealt = shown(Path("out.hdf5"))
+    assert {path.name for path in Path().iterdir()} == {"own", "out.hdf5"}
+    monkeypatch.setattr(place, meanwhile)
+    assert run(main, [*words, "--overwrite"]) == 0
+    assert codes == [0, 2], "the other one has no --overwrite"
+    assert shown(Path("out.hdf5")) != dealt
 
 
 FOLDERS: list[tuple[Callable[[], object], str]] = [

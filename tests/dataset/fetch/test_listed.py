@@ -144,8 +144,8 @@ def test_a_folder_of_images_or_of_archives_gives_the_same_file(tmp_path: Path) -
     shutil.copy(loose[0], tmp_path / "mixed")  # the archives beside it are read all the same
     prints = set()
     for source in ("tar", "loose", "mixed"):
-        output = tmp_path / f"{source}.hdf5"
-        assert make(LANDMARKS["160k"], output, "--source", tmp_path / source) == 0
+        output = tmp_path / "f.hdf5"
+        assert make(LANDMARKS["160k"], output, "--source", tmp_path / source, "--overwrite") == 0
         assert_paired(output)
         with DataFile(output) as file:
             prints.add(file.fingerprint)

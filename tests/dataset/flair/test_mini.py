@@ -18,6 +18,7 @@ import pytest
 from dataset.arrays import BoolArray, ByteArray, FloatArray, IntArray
 from dataset.cli import run
 from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, main, mini_index, write_mini
+from dataset.journal import only_writer
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, SplitIndex, check_index
 
@@ -308,6 +309,16 @@ def test_a_bad_value_is_one_line_that_names_it(
     assert message.startswith("error: ")
     assert message.count("\n") == 1
     assert named in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_another_process_writes_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "f.hdf5"
+    with only_writer(output):
+        assert run(main, [f"--output_file={output}", "--train_users=2"]) == 2
+        assert f"another process is writing {output}: wait" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dataset.cli import run
+from dataset.partitions import __main__ as command
 from dataset.partitions.__main__ import main
 from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
@@ -106,6 +109,72 @@ def test_a_file_can_take_its_partitions_itself_and_take_them_again(path: Path, c
     with DataFile(path) as file:
         assert file.fingerprint != first
         assert list(file.split("train").partitions["cities"].user_ids) == ["aarhus", "bern"]
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[str]], list[int]]:
+    """Run another command after the first call of a function of this one; the list gets its exit code."""
+
+    def arm(name: str, words: list[str]) -> list[int]:
+        real, codes = getattr(command, name), list[int]()
+
+        def calls(*args: Any) -> Any:
+            result = real(*args)
+            monkeypatch.setattr(command, name, real)
+            codes.append(run(main, words))
+            return result
+
+        monkeypatch.setattr(command, name, calls)
+        return codes
+
+    return arm
+
+
+def test_of_two_commands_that_add_to_one_file_the_second_is_refused(
+    path: Path, tmp_path: Path, meanwhile: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would write what it has read and its own partition, so that of the other would be lost."""
+    before = {*tmp_path.iterdir()}
+    words = [str(path), f"--output_file={path}", "--overwrite", "--clients=2"]
+    second = [*words, "--partition=shards=1"]
+    codes = meanwhile("measure", second)
+    assert run(main, [*words, "--partition=iid"]) == 0
+    assert codes == [2]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"another process is writing {path}: wait until it ends, or choose another" in line
+    assert run(main, second) == 0
+    with DataFile(path) as file:
+        new = {"iid-clients-2-seed-0", "shards-1-clients-2-seed-0"}
+        assert {*file.split("train").partitions} == {"crossed", "geo-100", *new}
+        assert {*file.provenance["drawn"]} == new
+    assert {*tmp_path.iterdir()} == before
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_not_copied(
+    path: Path, tmp_path: Path, meanwhile: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of a partition would be those of other images."""
+    copy = tmp_path / "g.hdf5"
+    codes = meanwhile(
+        "measure", [str(path), "--partition=shards=1", "--clients=2", f"--output_file={path}", "--overwrite"]
+    )
+    assert run(main, [str(path), "--partition=iid", "--clients=2", f"--output_file={copy}"]) == 2
+    assert codes == [0]
+    assert f"{path} was replaced while it was read: run the same command again" in capsys.readouterr().err
+    assert {*tmp_path.iterdir()} == {path}
+
+
+def test_a_copy_that_another_command_has_made_meanwhile_stays(
+    path: Path, tmp_path: Path, meanwhile: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "g.hdf5"
+    words = [str(path), "--clients=2", f"--output_file={copy}"]
+    codes = meanwhile("output_file", [*words, "--partition=shards=1"])
+    assert run(main, [*words, "--partition=iid"]) == 2
+    assert codes == [0]
+    assert f"{copy} already exists; add --overwrite to replace it" in capsys.readouterr().err
+    with DataFile(copy) as file:
+        assert "shards-1-clients-2-seed-0" in file.split("train").partitions
 
 
 def test_a_partition_is_of_images_whoever_took_them(path: Path) -> None:
