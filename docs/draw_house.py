@@ -160,7 +160,9 @@ def draw_root(axes: Axes, root: str, arrows: Arrows, left: float, top: float, wi
         patch.set(facecolor="white", edgecolor=colour, linewidth=2.2 if is_package else 0.9)
         axes.add_patch(patch)
         label = name if is_package else f"{name}.py"
-        axes.text(x, y, label, ha="center", va="center", fontsize=12 if len(label) < 16 else 8.5, zorder=4)
+        axes.text(
+            x, y, label, ha="center", va="center", fontsize=min(12, max(6.5, 115 / len(label))), zorder=4
+        )
     return left + width, bottom
 
 
