@@ -66,6 +66,7 @@ def test_every_cell_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pyt
     if name != IN_JUPYTERS_OWN:
         kernel.chosen(tmp_path / "jupyter", monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # a kernel chooses its own, and heeds this one
     (tmp_path / "data").symlink_to(data)
     check_outputs(execute.executed(name, tmp_path), name)
     assert len(list(tmp_path.glob("runs/*/results.json"))) == TRAINED[name]
