@@ -115,8 +115,8 @@ class Output(io.FileIO):
     A reader that is gone remains a BrokenPipeError.
     """
 
-    def write(self, data: Any, /) -> int | None:  # type: ignore[override]  # None: as FileIO, it would wait
-        """Write bytes; the number of those that were written."""
+    def write(self, data: Any, /) -> int | None:  # type: ignore[override]  # None as FileIO says
+        """Write bytes; how many were written, or None where the file would make the command wait."""
         try:
             return super().write(data)
         except BrokenPipeError:

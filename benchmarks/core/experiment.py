@@ -250,7 +250,7 @@ def build_model(
         config: of the run.
         num_labels: K.
         weights: the file of its first weights.
-        task: what it learns.
+        task: what it learns, as `trained_task` gives it.
         split: gives the store of ``train``, which the normalisation "data" reads.
 
     Raises:

@@ -98,11 +98,11 @@ class OfAnnotatedImages(Experiment[C]):
 
     def check(self) -> None:
         """Refuse a split without anything to learn, or to score, which would be an mIoU or an mAP of 0."""
-        for name in map(self._name_in_file, ("train", "val", *self.final_splits)):
+        for name in dict.fromkeys(map(self._name_in_file, ("train", "val", *self.final_splits))):
             if not self.view.has_truth(name):
                 raise ValueError(
                     f"{name} of {self.file.path} has no {self.view.truth} in {self.view.taxonomy}, so "
-                    "nothing can be learnt or scored there: give its images some in the file"
+                    "nothing can be learnt or scored there: annotate some images, and make the file again"
                 )
 
     def _name_in_file(self, split: str) -> str:

@@ -20,7 +20,7 @@ from torch import optim
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import pfl_device
-from benchmarks.core.experiment import build_model
+from benchmarks.core.experiment import build_model, trained_task
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.paper import SCORES as REPORTED
 from benchmarks.flair.results import SPLIT, write_users
@@ -62,7 +62,8 @@ def evaluate(directory: Path, run: Run) -> Tree:
                 f"{file.path} has other labels than the data of {directory}: give its file with --data_path"
             )
         weights = model_file if config.model.pretrained else None
-        module = build_model(config, len(names), weights, MultiLabel(), task.split)
+        learnt = trained_task(config, MultiLabel(), names)
+        module = build_model(config, len(names), weights, learnt, task.split)
         adapters = directory / ADAPTERS_FILE if config.model.trained == "lora" else None
         if adapters is not None and not adapters.is_file():
             raise ValueError(f"{adapters} is missing: what the run trained is needed to score its users")

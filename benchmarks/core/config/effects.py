@@ -85,6 +85,9 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.model.trained not in ON_FEATURES:
         because = f"model.trained is {config.model.trained}"
         yield Idle("model.feature_format augment.views", because, "set model.trained to head")
+    if config.loss.absent_gamma == config.loss.focal_gamma:
+        because = f"loss.focal_gamma is {config.loss.focal_gamma:g}, too"
+        yield Idle("loss.absent_gamma", because, "give another value")
     if not draws_crops(config):
         because = "augment.flip is none and crops are whole images"
         yield Idle("augment.views", because, "choose a flip or a crop")

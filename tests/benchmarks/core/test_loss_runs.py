@@ -45,6 +45,10 @@ def test_focus_changes_training_and_not_how_its_models_are_scored(train: Train) 
     [
         ("names the class 'cat', which is not among the 17", ("--loss.class_weights.cat=2",)),
         ("input should be greater than or equal to 0", ("--loss.class_weights.food=-1",)),
+        (
+            "loss.absent_gamma has no effect where loss.focal_gamma is 2, too",
+            ("--loss.focal_gamma=2", "--loss.absent_gamma=2"),
+        ),
         ("loss.absent_margin is '1': input should be less than 1", ("--loss.absent_margin=1",)),
         (
             "privacy refuses loss.class_weights.food = 2.0",

@@ -34,7 +34,8 @@ def tree(path: Path) -> Tree:
 def test_a_run_scores_its_users_and_a_finished_run_is_scored_alike(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train(*ROUND, "--evaluation.per_user=true", *PERSONAL, draw=True)
+    words = ("--evaluation.per_user=true", "--loss.focal_gamma=2")
+    directory = train(*ROUND, *words, *PERSONAL, draw=True)
     per_user, results = tree(directory / "per_user.json"), tree(directory / "results.json")
     assert (
         len(per_user["user_ids"]) == len(per_user["O-AP"]) == results["per_user"]["users"] == TINY.test_users
