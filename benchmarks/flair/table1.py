@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,8 +175,8 @@ def make_runs(todo: Sequence[Job], logs: Path) -> list[str]:
     return failures
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run the rows of Table 1, skipping what is done, report, and draw the figures."""
+def asked_for(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The options of this command, with their defaults, and the arguments for every run."""
     words = list(argv)
     extra = words[words.index("--") + 1 :] if "--" in words else []
     parser = command_parser("flair.table1", main.__doc__)
@@ -192,33 +193,45 @@ def main(argv: Sequence[str]) -> None:
     laptop = options.scale == "mini"
     if laptop:  # the mini set, at train's scale tiny
         options.data_path, options.scale = options.data_path or "mini", "tiny"
-    on = [f"--{key}={value}" for key in ("scale", "data_path") if (value := getattr(options, key))]
-    on, file = Flair.resolve_data(on)
-    if options.seeds is not None and (min(options.seeds) < 0 or len(set(options.seeds)) < len(options.seeds)):
+    if options.seeds is None:
+        options.seeds = list(range(2 if laptop else 5))
+    if min(options.seeds) < 0 or len(set(options.seeds)) < len(options.seeds):
         raise ValueError(f"--seeds {' '.join(map(str, options.seeds))}: give different numbers from 0 on")
     if options.weights not in (None, "standin") and not Path(options.weights).is_file():
         raise ValueError(f"--weights {options.weights}: no such file; the word standin makes a stand-in")
-    common = ["--evaluation.per_user=true", *on, *extra]  # for Figure 5
-    settings = [name.lower() for name in options.settings or paper.settings()]
-    seeds = options.seeds if options.seeds is not None else list(range(2 if laptop else 5))
-    changes = [
-        f"-{key}={value}" for key, value in FLAIR.words(extra).items() if not key.startswith("runtime.")
-    ]
-    mini, scale = file == MINI_FILE, options.scale
-    place = ("mini", scale or "mini") if mini else (file.stem, scale or "full")
-    name = "-".join(("table1", *place)) + "".join(changes)
-    root = options.runs_dir or Path("runs") / name.replace("/", "_")
-    for setting in settings:
+    options.settings = [name.lower() for name in options.settings or paper.settings()]
+    for setting in options.settings:
         FLAIR.path(setting)
+    return options, extra
+
+
+def runs_dir(options: Namespace, extra: Sequence[str], file: Path) -> Path:
+    """The folder of the runs, named by data, scale and all else that changes them."""
+    given: Path | None = options.runs_dir
+    if given is not None:
+        return given
+    place = ("mini", options.scale or "mini") if file == MINI_FILE else (file.stem, options.scale or "full")
+    words = FLAIR.words(extra).items()
+    changes = [f"-{key}={value}" for key, value in words if not key.startswith("runtime.")]
+    return Path("runs") / ("-".join(("table1", *place)) + "".join(changes)).replace("/", "_")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the rows of Table 1, skipping what is done, report, and draw the figures."""
+    options, extra = asked_for(argv)
+    on = [f"--{key}={value}" for key in ("scale", "data_path") if (value := getattr(options, key))]
+    on, file = Flair.resolve_data(on)
+    common = ["--evaluation.per_user=true", *on, *extra]  # for Figure 5
+    root, settings, seeds = runs_dir(options, extra, file), options.settings, options.seeds
+    fine = [setting for setting in settings if FINE in setting]
     weights = options.weights
     if weights == "standin":
         weights = str(STANDIN)
-        if not STANDIN.is_file() and any(FINE in setting for setting in settings):
+        if not STANDIN.is_file() and fine:
             print(f"making the stand-in for ImageNet weights, {STANDIN}", flush=True)
             make_standin(["--output_file", weights])
     start = [] if weights is None else [f"--weights={weights}"]
     jobs(settings, seeds, root, common, start)  # refuses wrong arguments
-    fine = [setting for setting in settings if FINE in setting]
     if weights is None and fine:
         try:
             start = network_for(fine, seeds, root, common)
