@@ -81,8 +81,8 @@ def build_backbone(
             2020 have a bottleneck of 64 for Landmarks (Section 6.5, which names no activation; here is none).
         num_labels: K, the number of outputs.
         generator: a generator on the CPU.
-        weights: None for weights as drawn; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this
-            architecture: torchvision's, or a run's ``model.safetensors``. The head is new unless
+        weights: None for weights as drawn; "imagenet"; or a file of this architecture (``.pth``, ``.pt``,
+            ``.safetensors``): torchvision's, or a run's ``model.safetensors``. The head is new unless
             ``config.keep_head``. With a decoder the file may be its encoder's.
 
     Raises:

@@ -14,6 +14,11 @@ from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
 
 IMAGENET = "imagenet"
 """Value of ``weights`` for the source in `pfl_ext.models.pretrained`."""
+SUFFIXES = (".pth", ".pt", ".safetensors")
+WRAPPERS = ("state_dict", "model")
+"""Names under which training scripts save a network beside their optimiser."""
+PARALLEL = "module."
+"""What torch's DistributedDataParallel puts before every name."""
 
 
 def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
@@ -28,8 +33,8 @@ def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str
             raise ValueError(f"there are no {TORCHVISION} weights for {arch}; give --weights FILE")
     else:
         file = Path(weights)
-        if file.suffix not in (".pth", ".safetensors"):
-            raise ValueError(f"weights {file}: must be {IMAGENET!r} or a file named .pth or .safetensors")
+        if file.suffix not in SUFFIXES:
+            raise ValueError(f"weights {file}: must be {IMAGENET!r} or a file named {', '.join(SUFFIXES)}")
         if not file.is_file():
             raise ValueError(f"weights file {file} does not exist")
         source = source_in(arch, file)
@@ -50,9 +55,15 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"weights file {path} cannot be read as {path.suffix} ({reason}); it is damaged or of another "
             "kind, so fetch it again"
         ) from error
-    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    for name in WRAPPERS:
+        if isinstance(tensors, Mapping) and isinstance(tensors.get(name), Mapping):
+            tensors = tensors[name]
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()
+    ):
         raise ValueError(f"weights file {path} is not a mapping of names to tensors; save a state_dict")
-    return dict(tensors)
+    parallel = all(name.startswith(PARALLEL) for name in tensors)
+    return {name.removeprefix(PARALLEL) if parallel else name: tensor for name, tensor in tensors.items()}
 
 
 def load_weights(

@@ -67,7 +67,7 @@ class Options(BaseSettings):
     run_dir: str | None = None
     """Directory of the run's files; {digest} is replaced by the config's digest. By default one in runs/."""
     weights: str | None = None
-    """File of pretrained weights (.pth or .safetensors). By default the network's known weights."""
+    """File of pretrained weights (.pth, .pt, .safetensors). By default the network's known weights."""
     extend: str | None = None
     """Folder of a shorter run of this config to continue (made with keep_checkpoints)."""
     resume: str = "auto"

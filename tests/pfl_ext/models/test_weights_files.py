@@ -44,6 +44,18 @@ def test_published_weights_give_the_published_features_and_a_new_head(
     )
 
 
+@pytest.mark.parametrize("wrapper", ["state_dict", "model"])
+def test_what_a_training_script_saved_beside_its_optimiser_is_a_weights_file(
+    published: dict[str, Tensor], tmp_path: Path, wrapper: str
+) -> None:
+    torch.save(published, tmp_path / "plain.pth")
+    parallel = {f"module.{name}": tensor for name, tensor in published.items()}
+    torch.save({"epoch": 3, "optimizer": {"state": {}}, wrapper: parallel}, tmp_path / "saved.pt")
+    plain = build(pretrained=True, weights=tmp_path / "plain.pth").state_dict()
+    saved = build(pretrained=True, weights=tmp_path / "saved.pt").state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in plain.items())
+
+
 @pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
 def test_a_saved_model_of_ours_is_a_weights_file(pretrained: bool, tmp_path: Path) -> None:
     model = ImageClassifier(build(pretrained=pretrained, seed=5), task=MultiLabel(), input_size=32)
@@ -71,9 +83,11 @@ def broken(weights: dict[str, Tensor], fault: str) -> Any:
     elif fault == "integers":
         changed["conv1.weight"] = torch.zeros(64, 3, 7, 7, dtype=torch.int64)
     elif fault == "wrapped":
-        return {"state_dict": weights, "epoch": 3}
+        return {"encoder": weights, "epoch": 3}
     elif fault == "empty":
         return {}
+    elif fault == "numbered":
+        return dict(enumerate(weights.values()))
     elif fault == "list":
         return list(weights.values())
     return changed
@@ -88,6 +102,7 @@ def broken(weights: dict[str, Tensor], fault: str) -> Any:
         ("integers", r"conv1\.weight is .* torch\.int64"),
         ("wrapped", "is not a mapping of names to tensors; save a state_dict"),
         ("empty", "missing .* and 97 more"),
+        ("numbered", "is not a mapping of names to tensors; save a state_dict"),
         ("list", "is not a mapping of names to tensors; save a state_dict"),
     ],
 )
