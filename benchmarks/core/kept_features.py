@@ -124,8 +124,12 @@ class KeptFeatures:
 
     def _fill(self, cache: FeatureCache, columns: Mapping[str, _Column]) -> None:
         """Compute what is missing, while no other process does."""
-        with written(cache.folder):
-            cache.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with written(cache.folder):
+                cache.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            remedy = "copy the data file to a folder of your own, or set runtime.cache_features to false"
+            raise OSError(f"{fault}: {remedy}") from fault
         waiting = "waiting for another process that computes these features"
         with locked(cache.folder / "lock", waiting, wait=math.inf):
             # another process may have computed some

@@ -55,11 +55,14 @@ PATIENCE = Patience()
 
 
 def retry_after(header: str, otherwise: float) -> float:
-    """Seconds from an HTTP Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3)."""
+    """Seconds from an HTTP Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3).
+
+    By a date it is at least ``otherwise``: this machine's clock may be ahead of the server's.
+    """
     if header.strip().isdigit():
         return float(header)
     try:
-        return float(parsedate_to_datetime(header).timestamp()) - time.time()
+        return max(parsedate_to_datetime(header).timestamp() - time.time(), otherwise)
     except (ValueError, TypeError):
         return otherwise
 

@@ -198,6 +198,8 @@ class Choice:
     """Whether what a round does depends on how many rounds the run has; such a run cannot be made longer."""
     only_last: ClassVar[bool] = False
     """Whether only the last round's model has learnt from all users."""
+    once: ClassVar[bool] = False
+    """Whether each user sends once in a run; all of them in the only round of a private one."""
     takes: ClassVar[tuple[str, ...]] = ()
     """Config sections that change updates on their way to the server, and that this class works with. It is
     not inherited, because a subclass may send something else."""

@@ -87,10 +87,11 @@ class ClosedForm(Algorithm[Sums]):
         "local.max_grad_norm local.clip_by local.momentum local.weight_decay local.num_epochs "
         "local.straddle local.shuffle local.reshuffle local.virtual_size augment.views "
         "augment.label_smoothing loss. "
-        "federated.weighting federated.reweight federated.sampling federated.replacement"
+        "federated.weighting federated.reweight federated.sampling federated.replacement privacy.clipping"
     )
     sends: ClassVar[str] = "vector of sums"
     only_last: ClassVar[bool] = True
+    once: ClassVar[bool] = True
     square_matrices: ClassVar[int] = 0
     """How many matrices of D x D numbers there are at once when the head is solved for."""
     idle_in_runtime: ClassVar[str] = "engine accumulate precision reduce"

@@ -277,6 +277,14 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
             raise ValueError(
                 f"{section} refuses {key} = {as_word(value)} ({rule.argument}): set {row} to {words}"
             )
+    if config.privacy and config.federated.chosen.once:
+        cohort, population = config.privacy.noise_cohort_size, config.privacy.noise_population
+        if cohort != population:
+            raise ValueError(
+                f"privacy.noise_cohort_size is {as_word(cohort)} and privacy.noise_population is "
+                f"{as_word(population)}, but with {config.federated.algorithm} every user takes part in "
+                "the only round: set both to none, or both to the users of the simulated system"
+            )
 
 
 def markdown(rules: Mapping[str, Rule]) -> str:

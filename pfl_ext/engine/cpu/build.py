@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,12 +81,13 @@ def compiled() -> Path:
 def _one_builds(program: str, folder: Path, name: str) -> Path:
     """Compile the library, or wait for the process that does; where it fails, those that waited fail, too."""
     busy = "another process compiles layers for this processor: waiting for it"
-    failure, began = folder / f".{name}.failed", time.time()
+    failure = folder / f".{name}.failed"
+    before = _version(failure)
     try:
         with locked(folder / f".{name}.lock", busy, wait=WAIT_SECONDS):
             if (path := _found(folder, name)) is not None:
                 return path
-            if failure.exists() and failure.stat().st_mtime > began:
+            if _version(failure) not in (None, before):
                 raise Unavailable(failure.read_text(encoding="utf-8"))
             try:
                 return _built(program, folder, name)
@@ -96,6 +96,14 @@ def _one_builds(program: str, folder: Path, name: str) -> Path:
                 raise
     except TimeoutError:  # a process that was suspended
         return _found(folder, name) or _built(program, folder, name)
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What differs after a file was replaced, whatever the clock says; None where there is no file."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _found(folder: Path, name: str) -> Path | None:

@@ -143,6 +143,17 @@ def test_a_private_head_is_killed_and_goes_on_and_says_what_was_protected(
             (*CENTRAL, "--federated.cohort_size=6"),
             "private Fed3R adds its noise only once, to the sum over all users: set",
         ),
+        (
+            (*CENTRAL, "--privacy.clipping=per_layer"),
+            "--privacy.clipping has no effect where federated.algorithm is fed3r",
+        ),
+        (
+            ("--config=pfl-r-17", *ONCE, "--privacy.noise_population=41131"),
+            (
+                "privacy.noise_cohort_size is 5000 and privacy.noise_population is 41131, but with fed3r "
+                "every user takes part in the only round: set both"
+            ),
+        ),
     ],
 )
 def test_what_means_nothing_for_a_closed_form_is_one_line(

@@ -263,6 +263,19 @@ def test_a_disk_without_room_for_all_views_ends_in_one_line(
     assert load_file(tmp_path / "two" / "model.safetensors")
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
+    own_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(shutil.copy(own_file, tmp_path / "other.hdf5"))
+    (tmp_path / "other.hdf5.features").touch()  # as good as a read-only folder, and root may write those
+    train_into(tmp_path / "run", file, *VIEWS, code=2)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {file}.features/")
+    assert error.endswith(
+        ": copy the data file to a folder of your own, or set runtime.cache_features to false"
+    )
+
+
 def test_a_val_that_is_carved_from_the_training_images_is_scored_whole(
     file_without_val: Path, vision: Train
 ) -> None:

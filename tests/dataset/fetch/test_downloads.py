@@ -85,6 +85,7 @@ def test_retry_after_is_heeded_in_seconds_or_as_a_date(tmp_path: Path, server: F
     assert retry_after("7", 1) == 7
     assert retry_after("soon", 1) == 1
     assert 50 < retry_after(formatdate(time.time() + 60, usegmt=True), 1) < 61
+    assert retry_after(formatdate(time.time() - 3600, usegmt=True), 4) == 4, "a clock that is ahead"
     there = remote_file(server.url + "f")
     server.faults["f"], server.retry_after = [429], "1"
     started = time.monotonic()

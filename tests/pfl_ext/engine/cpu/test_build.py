@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,10 @@ def test_those_that_waited_for_a_compiler_that_failed_do_not_try_it_in_turn(
         reasons = list(pool.map(reason, range(3)))
     assert all("no such vector" in text for text in reasons)
     assert (empty_cache / "begun").read_text() == "\n" * 2, "with threads, and without, by one of the three"
+    folder = build.cache_folder()
+    assert folder is not None
+    (note,) = folder.glob(".*.failed")
+    os.utime(note, (time.time() + 86400,) * 2)  # as if the clock had been set back since
     assert "no such vector" in reason(0)
     assert (empty_cache / "begun").read_text() == "\n" * 4, "a later process tries again"
 
