@@ -40,6 +40,7 @@ from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
 from dataset.convert.folder import IMAGE_SUFFIXES
 from dataset.files import replacing
+from dataset.journal import only_writer
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import Split
 from pfl_ext.algorithms.personal_parts import FILE
@@ -181,19 +182,26 @@ def _category_ids(model: Trained, known: Sequence[int]) -> tuple[Sequence[int], 
 
 
 @contextlib.contextmanager
-def _writer(model: Trained, output: Path, of_users: bool, numbers: Sequence[int]) -> Iterator[Writer]:
+def _writer(
+    model: Trained, output: Path, overwrite: bool, of_users: bool, numbers: Sequence[int]
+) -> Iterator[Writer]:
     """What takes the predictions; the file appears when the block ends."""
     outputs = model.task.outputs
     if outputs == "pixels":
         yield Masks(output_folder("--output", output), model.classes)
         return
-    with replacing(output) as path, path.open("w", newline="", encoding="utf-8") as file:
+    with (
+        only_writer(output, overwrite, "--output"),
+        replacing(output) as path,
+        path.open("w", newline="", encoding="utf-8") as file,
+    ):
         if outputs == "boxes":
             writer: Writer = Boxes(file, [*zip(numbers, model.classes)], model.network.input_size)
         else:
             writer = Table(file, model.classes, model.task.exclusive, of_users)
         yield writer
         writer.close()
+        output_file("--output", output, overwrite)  # another program may have written it meanwhile
 
 
 def _write(model: Trained, batches: Iterator[Batch], total: int, writer: Writer) -> None:
@@ -240,7 +248,7 @@ def main(argv: Sequence[str]) -> None:
         if model.task.outputs != "pixels":
             _check_output(options.output, model, inputs, options.overwrite)
         numbers, meaning = _category_ids(model, known)
-        with _writer(model, options.output, not options.images, numbers) as writer:
+        with _writer(model, options.output, options.overwrite, not options.images, numbers) as writer:
             _write(model, batches, total, writer)
     print(f"{total:,} {source}, {len(model.classes)} classes: {options.output}")
     if model.task.outputs == "boxes":

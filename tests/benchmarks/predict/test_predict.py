@@ -26,6 +26,7 @@ from dataset.cli import run
 from dataset.convert.__main__ import main as convert
 from dataset.flair.mini import write_mini
 from dataset.flair.mini_outlines import write_boxed, write_masked
+from dataset.journal import only_writer
 from dataset.store.box_view import BoxView
 from dataset.store.hdf5 import DataFile
 from dataset.store.mask_view import MaskView
@@ -324,3 +325,24 @@ def test_what_is_refused(
         assert reason in line
         assert line.count("\n") == 1
     assert not (tmp_path / "p.csv").exists()
+
+
+def test_a_file_that_appears_while_predicting_is_not_replaced(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "p.csv"
+    words = [str(labelled), f"--output={output}"]
+    with only_writer(output):
+        assert run(main, [*words, "--overwrite"]) == 2
+    line = capsys.readouterr().err
+    assert (
+        line
+        == f"error: another process is writing {output}: wait until it ends, or choose another --output\n"
+    )
+    monkeypatch.setattr("benchmarks.predict.__main__._write", lambda *_: output.write_text("another's"))
+    assert run(main, words) == 2
+    assert "p.csv already exists; add --overwrite to replace it" in capsys.readouterr().err
+    assert output.read_text() == "another's"
+    assert list(tmp_path.iterdir()) == [output]
+    assert run(main, [*words, "--overwrite"]) == 0
+    assert output.read_text().startswith("user,")
