@@ -175,7 +175,7 @@ def _file_name(text: str) -> str:
 
 
 def _category_ids(model: Trained, known: Sequence[int]) -> tuple[Sequence[int], str]:
-    """The ids of the classes in lists of boxes, and which they are in words; ``known``: by the data file."""
+    """The ids of the classes in lists of boxes, and which they are in words; ``known``: COCO's, if any."""
     if len(known) == len(model.classes):
         return known, "as in the annotations that the data file was made from"
     return range(1, len(model.classes) + 1), "from 1 on, in the order of the classes in results.json"
@@ -226,12 +226,12 @@ def main(argv: Sequence[str]) -> None:
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
         path, held_out = Path(options.data_path or str(model.record.outcome.get("dataset", ""))), None
-        known: Sequence[int] = ()
+        known: Sequence[int] = model.record.data.get("category_ids", ())
         if options.user is not None or not options.images:
             if path == Path():
                 raise ValueError(f"{options.run_dir} does not say where its data lies: give --data_path")
             file = stack.enter_context(DataFile(path))
-            known = file.provenance.get("category_ids", ())
+            known = file.provenance.get("category_ids", known)
         if options.user is not None:
             model, held_out = own_model(model, file, options.user)
         if options.images:

@@ -200,7 +200,7 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "would be written to the same mask, wide.png: give each its own" in capsys.readouterr().err
 
 
-def test_boxes(tmp_path: Path) -> None:
+def test_boxes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """COCO's own scorer finds in the list what the run scored, in pixels of the images."""
     coco = pytest.importorskip("pycocotools.coco", reason="the extra [detection] is not installed")
     cocoeval = pytest.importorskip("pycocotools.cocoeval")
@@ -212,6 +212,7 @@ def test_boxes(tmp_path: Path) -> None:
     val = [str(directory), "--split=val", "--output", str(tmp_path / "val.json")]
     assert run(main, val) == 0
     assert run(main, [str(directory), "--output", str(output)]) == 0
+    assert "category_id: from 1 on, in the order of the classes" in capsys.readouterr().out
     names = results(directory)["classes"]
     with DataFile(file) as data:
         in_val = {entry["image_id"] for entry in json.loads((tmp_path / "val.json").read_text())}
