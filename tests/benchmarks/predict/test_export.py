@@ -66,7 +66,7 @@ def test_plain_pytorch_runs_it_without_this_project(
     assert "model.pt2 already exists; add --overwrite to replace it" in error_line(capsys)
     assert run(main, [str(directory), "--output", str(tmp_path / "model.onnx")]) == 2
     assert "torch.export's files are named .pt2" in error_line(capsys)
-    monkeypatch.setattr(export, "trained", lambda _: (tmp_path / "late.pt2").touch() or model)
+    monkeypatch.setattr(export, "trained", lambda _: (tmp_path / "late.pt2").write_bytes(b"") or model)
     assert run(main, [str(directory), "--output", str(tmp_path / "late.pt2")]) == 2
     assert "late.pt2 already exists; add --overwrite" in error_line(capsys)  # meanwhile
     assert not (tmp_path / "late.pt2").stat().st_size
