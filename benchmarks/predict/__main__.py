@@ -32,6 +32,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.core.commands import command_parser
 from benchmarks.core.execute import pfl_device
+from benchmarks.core.experiment import data_of
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_image, trained
 from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, mask_places
@@ -225,7 +226,7 @@ def main(argv: Sequence[str]) -> None:
         stack.enter_context(pfl_device(options.device))
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
-        path, held_out = Path(options.data_path or str(model.record.outcome.get("dataset", ""))), None
+        path, held_out = options.data_path or data_of(options.run_dir) or Path(), None
         known: Sequence[int] = model.record.data.get("category_ids", ())
         if options.user is not None or not options.images:
             if path == Path():

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import average_precision_score
 
+from benchmarks.core.experiment import data_of
 from benchmarks.fedcv.detection.train import main as detect
 from benchmarks.fedcv.segmentation.train import main as segment
 from benchmarks.predict import trained
@@ -278,6 +279,23 @@ def test_image_files_need_no_data_of_the_run(
     assert run(main, [str(silent), f"--output={output}", "--overwrite"]) == 2
     line = f"error: {silent} does not say where its data lies: give --data_path\n"
     assert capsys.readouterr().err == line
+
+
+def test_a_relative_data_file_is_found_from_elsewhere(
+    labelled: Path, mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the run's folder, if it has the data of the run."""
+    copy, file = tmp_path / "mine" / "runs" / "a", tmp_path / "mine" / "data" / "f.hdf5"
+    shutil.copytree(labelled, copy)
+    (copy / "results.json").write_text(json.dumps(results(labelled) | {"dataset": "data/f.hdf5"}))
+    file.parent.mkdir()
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    write_mini(file, SPEC)
+    assert data_of(copy) == Path("data/f.hdf5")
+    shutil.copy(mini_file, file)
+    assert data_of(copy) == file
+    assert run(main, ["../mine/runs/a", "--output=p.csv"]) == 0
 
 
 def test_what_is_refused(
