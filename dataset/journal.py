@@ -28,7 +28,7 @@ def _folder_of(output: Path) -> Path:
 
 
 @contextlib.contextmanager
-def only_writer(output: Path, overwrite: bool = True) -> Iterator[None]:
+def only_writer(output: Path, overwrite: bool = True, option: str = "--output_file") -> Iterator[None]:
     """Be the only process that writes this output within the block.
 
     A command that adds to a file also reads it within the block.
@@ -37,6 +37,7 @@ def only_writer(output: Path, overwrite: bool = True) -> Iterator[None]:
         output: the path of the file.
         overwrite: whether it may exist. This is checked under the lock, because another process may have
             finished the file since the command began.
+        option: the name of the option, for the error.
 
     Raises:
         ValueError: when another process writes it, or it exists and may not.
@@ -44,10 +45,10 @@ def only_writer(output: Path, overwrite: bool = True) -> Iterator[None]:
     folder = _folder_of(output)
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
-    refusal = f"another process is writing {output}: wait until it ends, or choose another --output_file"
+    refusal = f"another process is writing {output}: wait until it ends, or choose another {option}"
     with locked(lock, refusal):
         try:
-            output_file("--output_file", output, overwrite)
+            output_file(option, output, overwrite)
             yield
         finally:
             lock.unlink(missing_ok=True)

@@ -39,10 +39,17 @@ C = TypeVar("C", bound=TrainingConfig)
 
 
 def data_of(directory: Path) -> Path | None:
-    """The file that a run learnt from; None: it has not ended, and does not say."""
+    """The file that a run learnt from; None: it has not ended, and does not say.
+
+    A relative path counts from here; if there is no such file, from a folder above the run's where it has
+    the data of the run.
+    """
     results = directory / "results.json"
     said = read_json(results).get("dataset") if results.exists() else None
-    return None if said is None else Path(str(said))
+    if said is None or (path := Path(str(said))).is_file():
+        return None if said is None else path
+    above = (parent / path for parent in directory.resolve().parents)
+    return next((place for place in above if place.is_file() and is_data_of(directory, place)), path)
 
 
 def is_data_of(directory: Path, path: Path) -> bool | None:

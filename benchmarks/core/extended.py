@@ -17,6 +17,7 @@ from benchmarks.core.recorder import Checkpoints
 from benchmarks.core.run_directory import LENGTHS, RunDirectory, has_begun, has_checkpoint, run_differences
 from dataset.files import replacing, write_bytes
 from pfl_ext import checkpoint
+from pfl_ext.engine.tuning import CHOICE
 
 
 def check_extension(run: AnyRun, files: RunDirectory) -> None:
@@ -25,9 +26,12 @@ def check_extension(run: AnyRun, files: RunDirectory) -> None:
     Raises:
         ValueError: one line with the reason.
     """
-    if run.extend is None or has_begun(files.path):
+    if run.extend is None:
         return
     asked = f"--extend {run.extend}"
+    if has_begun(files.path):
+        print(f"the run in {files.path} has begun: it continues by itself, and {asked} has no effect")
+        return
     if not has_begun(run.extend):
         raise ValueError(f"{asked} has no run: give the folder of a run")
     known = read_yaml(run.extend / "config.yaml")
@@ -92,9 +96,9 @@ def extend(run: AnyRun, files: RunDirectory) -> None:
         account |= {"ended": False, "config_sha256": files.config_sha256, "metrics_bytes": len(lines)}
         account |= {"metrics_sha256": hashlib.sha256(lines).hexdigest()}
     write_bytes(files.path / "metrics.jsonl", lines)
-    for path in there.of_users:
+    for path in (*there.of_users, run.extend / CHOICE):
         if path.exists():
-            with replacing(files.path / "checkpoint" / path.name) as copy:
+            with replacing(files.path / path.relative_to(run.extend)) as copy:
                 shutil.copyfile(path, copy)
     for name, tensors, account in found:
         checkpoint.save(files.path / "checkpoint" / name, tensors, account)

@@ -36,14 +36,16 @@ def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path |
 
 
 def dataset_facts(file: DataFile) -> Tree:
-    """The source of the data, and the number of users and images of each split."""
+    """The source of the data, the numbers of users and images of each split, and COCO's ids of classes."""
     provenance: dict[str, Any] = file.provenance
+    ids = provenance.get("category_ids")
     splits = {name: file.split(name) for name in file.splits}
     return {
         "source": provenance.get("source"),
         "content_sha256": file.fingerprint,
         "users": {name: split.num_users for name, split in splits.items()},
         "images": {name: split.num_images for name, split in splits.items()},
+        **({"category_ids": ids} if ids else {}),
     }
 
 

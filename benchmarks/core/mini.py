@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dataset.files import locked
 from dataset.flair.mini import VERSION, MiniSpec, write_mini
 from pfl_ext.workers.distributed import barrier, is_main
 
@@ -94,5 +96,8 @@ class DataSource:
             print(f"{why}: running on the embedded mini data set, {path}, at laptop scale", flush=True)
             if not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                (self.mini.write or write_mini)(path, self.mini.spec)
+                waiting = f"waiting for another process that draws {path}"
+                with locked(path.with_name(f".{path.name}.lock"), waiting, wait=math.inf):
+                    if not path.is_file():
+                        (self.mini.write or write_mini)(path, self.mini.spec)
         barrier()

@@ -223,7 +223,7 @@ class Tracking(contextlib.AbstractContextManager["Tracking"]):
         except Exception as fault:  # whatever it is: the run goes on
             self._backend = None
             text = " ".join(f"{type(fault).__name__}: {fault}".split())
-            print(f"warning: tracking by {self._name} failed and stops here: {text}", file=sys.stderr)
+            print(f"WARNING: tracking by {self._name} failed and stops here: {text}", file=sys.stderr)
 
     def tell(self, line: Tree) -> None:
         """A line of ``metrics.jsonl``; sent unless it has been."""

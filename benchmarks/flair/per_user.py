@@ -20,7 +20,7 @@ from torch import optim
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import pfl_device
-from benchmarks.core.experiment import build_model, trained_task
+from benchmarks.core.experiment import build_model, data_of, trained_task
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.paper import SCORES as REPORTED
 from benchmarks.flair.results import SPLIT, write_users
@@ -53,7 +53,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
     if not model_file.is_file():
         raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
     config = run.config
-    with pfl_device(run.runtime.device), DataFile(run.data_path or record.outcome["dataset"]) as file:
+    with pfl_device(run.runtime.device), DataFile(run.data_path or data_of(directory) or "") as file:
         flair = Flair(run, file)
         task = flair.task
         names = list(record.outcome["per_class_ap"])

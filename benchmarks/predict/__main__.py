@@ -32,6 +32,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.core.commands import command_parser
 from benchmarks.core.execute import pfl_device
+from benchmarks.core.experiment import data_of
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_image, trained
 from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, mask_places
@@ -40,6 +41,7 @@ from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
 from dataset.convert.folder import IMAGE_SUFFIXES
 from dataset.files import replacing
+from dataset.journal import only_writer
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import Split
 from pfl_ext.algorithms.personal_parts import FILE
@@ -174,26 +176,33 @@ def _file_name(text: str) -> str:
 
 
 def _category_ids(model: Trained, known: Sequence[int]) -> tuple[Sequence[int], str]:
-    """The ids of the classes in lists of boxes, and which they are in words; ``known``: by the data file."""
+    """The ids of the classes in lists of boxes, and which they are in words; ``known``: COCO's, if any."""
     if len(known) == len(model.classes):
         return known, "as in the annotations that the data file was made from"
     return range(1, len(model.classes) + 1), "from 1 on, in the order of the classes in results.json"
 
 
 @contextlib.contextmanager
-def _writer(model: Trained, output: Path, of_users: bool, numbers: Sequence[int]) -> Iterator[Writer]:
+def _writer(
+    model: Trained, output: Path, overwrite: bool, of_users: bool, numbers: Sequence[int]
+) -> Iterator[Writer]:
     """What takes the predictions; the file appears when the block ends."""
     outputs = model.task.outputs
     if outputs == "pixels":
         yield Masks(output_folder("--output", output), model.classes)
         return
-    with replacing(output) as path, path.open("w", newline="", encoding="utf-8") as file:
+    with (
+        only_writer(output, overwrite, "--output"),
+        replacing(output) as path,
+        path.open("w", newline="", encoding="utf-8") as file,
+    ):
         if outputs == "boxes":
             writer: Writer = Boxes(file, [*zip(numbers, model.classes)], model.network.input_size)
         else:
             writer = Table(file, model.classes, model.task.exclusive, of_users)
         yield writer
         writer.close()
+        output_file("--output", output, overwrite)  # another program may have written it meanwhile
 
 
 def _write(model: Trained, batches: Iterator[Batch], total: int, writer: Writer) -> None:
@@ -217,13 +226,13 @@ def main(argv: Sequence[str]) -> None:
         stack.enter_context(pfl_device(options.device))
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
-        path, held_out = Path(options.data_path or str(model.record.outcome.get("dataset", ""))), None
-        known: Sequence[int] = ()
+        path, held_out = options.data_path or data_of(options.run_dir) or Path(), None
+        known: Sequence[int] = model.record.data.get("category_ids", ())
         if options.user is not None or not options.images:
             if path == Path():
                 raise ValueError(f"{options.run_dir} does not say where its data lies: give --data_path")
             file = stack.enter_context(DataFile(path))
-            known = file.provenance.get("category_ids", ())
+            known = file.provenance.get("category_ids", known)
         if options.user is not None:
             model, held_out = own_model(model, file, options.user)
         if options.images:
@@ -240,7 +249,7 @@ def main(argv: Sequence[str]) -> None:
         if model.task.outputs != "pixels":
             _check_output(options.output, model, inputs, options.overwrite)
         numbers, meaning = _category_ids(model, known)
-        with _writer(model, options.output, not options.images, numbers) as writer:
+        with _writer(model, options.output, options.overwrite, not options.images, numbers) as writer:
             _write(model, batches, total, writer)
     print(f"{total:,} {source}, {len(model.classes)} classes: {options.output}")
     if model.task.outputs == "boxes":

@@ -31,6 +31,7 @@ from benchmarks.predict.trained import Trained, trained
 from dataset.cli import output_file
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
+from dataset.journal import only_writer
 
 ABOUT = "about.json"
 CHECKED = (1, 3)
@@ -103,7 +104,9 @@ def main(argv: Sequence[str]) -> None:
     if output.suffix != ".pt2":
         raise ValueError(f"--output {output}: torch.export's files are named .pt2, as model.pt2")
     model = trained(options.run_dir)
-    write_bytes(output, exported(model))
+    content = exported(model)
+    with only_writer(output, options.overwrite, "--output"):
+        write_bytes(output, content)
     classes = f"{len(model.classes):,} classes"
     print(f"written: {output} ({classes}, images of {model.image_size} pixels)")
 

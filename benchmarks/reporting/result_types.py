@@ -22,6 +22,7 @@ class Data(TypedDict, total=False):
     content_sha256: StrictStr | None
     users: dict[str, StrictInt]
     images: dict[str, StrictInt]
+    category_ids: list[StrictInt]
 
 
 class Weights(TypedDict, total=False):

@@ -42,6 +42,8 @@ ATTEMPTS = 4
 """How often the engine's own arrangement is timed where memory is not enough for its lanes."""
 GAIN = 0.95
 """A choice is taken if its time is at most this share of the engine's own."""
+CHOICE = "engine_choice.json"
+"""The file in a run's folder by which a resumed run adds up as it began."""
 AS_BEGUN = "as this run began"
 Timed = dict[Arrangement, float | None]
 """Seconds by choice, added up over workers; None where a choice failed."""
@@ -91,7 +93,7 @@ class Tuner:
         kept: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._own = None if folder is None else folder / "engine_choice.json"
+        self._own = None if folder is None else folder / CHOICE
         self._settings, self._kept, self._clock = settings, kept or kept_folder(), clock
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: there was nothing to choose."""

@@ -172,12 +172,10 @@ def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
     Raises:
         ValueError: one line that names the first wrong key and what it may be.
     """
-    values = dotted(tree) if isinstance(tree, Mapping) else {}
-    for leaf in leaves(kind):
-        value = values.get(leaf.key)
-        if isinstance(value, bool) and (_takes(int, leaf.hint) or _takes(float, leaf.hint)):
-            # pydantic takes true for 1
-            raise ValueError(f"{where}: {prefix}{leaf.key} is {str(value).lower()}: give a number")
+    numbers = [f"{leaf.key}." for leaf in leaves(kind) if _takes(int, leaf.hint) or _takes(float, leaf.hint)]
+    for key, value in dotted(tree if isinstance(tree, Mapping) else {}).items():
+        if isinstance(value, bool) and f"{key}.".startswith(tuple(numbers)):  # pydantic takes true for 1
+            raise ValueError(f"{where}: {prefix}{key} is {as_word(value)}: give a number")
     try:
         return TypeAdapter(kind).validate_python(dict(tree) if isinstance(tree, Mapping) else tree)
     except ValidationError as faults:

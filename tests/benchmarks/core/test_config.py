@@ -215,6 +215,7 @@ def test_a_mistake_is_named_with_its_mend(argv: list[str], message: str) -> None
         ("seed: true", "seed is true: give a number"),
         ("local:\n  momentum: false", "local.momentum is false: give a number"),
         ("privacy:\n  delta: true", "privacy.delta is true: give a number"),
+        ("loss:\n  class_weights: {food: true}", "loss.class_weights.food is true: give a number"),
         ("\x00", "is not valid YAML:"),
     ],
 )

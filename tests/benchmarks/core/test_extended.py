@@ -55,13 +55,16 @@ def test_it_is_the_run_that_was_this_long_from_the_start(name: str, killed: bool
     train(*words, rounds(words, 4), f"--extend={short}", name="longer")  # shows its results
 
 
-def test_a_longer_run_that_is_killed_goes_on_itself(train: Train) -> None:
+def test_a_longer_run_that_is_killed_goes_on_itself(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train(*MOMENTUM, "--federated.num_rounds=4", name="whole")
     short = train(*MOMENTUM, *KEPT, "--federated.num_rounds=2", name="short")
     words = (*MOMENTUM, "--federated.num_rounds=4", f"--extend={short}", "--runtime.checkpoint_every=1")
     with killed_at(3):
         train(*words, name="longer", code=130)
+    said = f"has begun: it continues by itself, and --extend {short} has no effect\n"
+    assert said not in capsys.readouterr().out
     assert timeless(train(*words, name="longer")) == timeless(whole)
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

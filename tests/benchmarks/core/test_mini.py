@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from benchmarks.flair.config import parse as parse_flair
 from benchmarks.flair.train import SOURCE, Flair
 from benchmarks.visual_classification.config import parse as parse_vision
 from benchmarks.visual_classification.train import VisualClassification
+from dataset.flair.mini import MiniSpec
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +45,23 @@ def test_the_reason_for_the_mini_set_is_said_once(
     assert path == (MINI_FILE if message else SOURCE.path)
     assert capsys.readouterr().out == (f"{message}, {MINI_FILE}, at laptop scale\n" if message else "")
     assert path.exists()
+
+
+def test_two_trainings_at_once_draw_it_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = []
+
+    def draw(path: Path, spec: MiniSpec) -> None:
+        drawn.append(path)
+        time.sleep(0.5)
+        path.touch()
+
+    monkeypatch.setattr(mini, "write_mini", draw)
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(SOURCE.ready, [None, None], [MINI_FILE, MINI_FILE])] == [None, None]
+    assert drawn == [MINI_FILE]
+    assert capsys.readouterr().err == f"waiting for another process that draws {MINI_FILE}\n"
 
 
 def test_visual_classification_says_which_file_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,15 +230,15 @@ def test_whatever_fails_in_a_tracker_becomes_one_line(
         for line in LINES:
             tracker.tell(line)
         tracker.finish({"rounds": 4}, {})
-    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert warned == [f"warning: tracking by wandb failed and stops here: RuntimeError: no {place} today"]
+    warned = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert warned == [f"WARNING: tracking by wandb failed and stops here: RuntimeError: no {place} today"]
 
 
 def test_a_damaged_state_file_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tracking.json").write_text('{"wandb": {"id"')
     tracker = Tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round")
     tracker.tell(LINES[0])
-    assert "warning: tracking by wandb failed" in capsys.readouterr().err
+    assert "WARNING: tracking by wandb failed" in capsys.readouterr().err
 
 
 def test_a_run_is_the_same_with_a_failing_tracker(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_a_server_that_is_not_there_costs_one_line_and_no_run(
     tracker.close(False)
     written = capfd.readouterr().err.splitlines()
     assert len(written) == 1
-    assert written[0].startswith("warning: tracking by wandb failed")
+    assert written[0].startswith("WARNING: tracking by wandb failed")
     assert KEY not in written[0]
 
 

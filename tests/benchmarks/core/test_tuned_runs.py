@@ -13,7 +13,7 @@ import pytest
 from benchmarks.flair.train import main
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu.build import Unavailable, compiled
-from pfl_ext.engine.tuning import Timed, Tuner
+from pfl_ext.engine.tuning import AS_BEGUN, Timed, Tuner
 from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core.test_workers import distance
 from tests.benchmarks.core.worker_runs import FAST, SMALL
@@ -59,6 +59,20 @@ def test_a_run_goes_on_as_it_began_and_another_takes_over_what_it_timed(
     assert cut["engine_choice"] == whole["engine_choice"] | {"source": "as this run began"}
     assert cut["model_sha256"] == whole["model_sha256"]
     assert cut["model_sha256"] != results(train("--runtime.threads=1", name="groups"))["model_sha256"]
+
+
+def test_a_longer_run_adds_up_as_the_shorter_one_began(
+    train: Train, choices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tuner, "_times", one_by_one)
+    short = train(*TUNED, "--runtime.keep_checkpoints=true", "--federated.num_rounds=2", name="short")
+    whole = results(train(*TUNED, name="whole"))
+    monkeypatch.setattr(Tuner, "_times", None)
+    (choice,) = choices.glob("*.json")
+    choice.unlink()
+    longer = results(train(*TUNED, f"--extend={short}", name="longer"))
+    assert longer["engine_choice"]["source"] == AS_BEGUN
+    assert longer["model_sha256"] == whole["model_sha256"]
 
 
 def test_nothing_is_timed_on_a_cpu_that_was_not_asked_for(train: Train) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.fedcv.detection.train import main as detect
 from benchmarks.fedcv.segmentation.train import main as segment
-from benchmarks.predict import trained
+from benchmarks.predict import export, trained
 from benchmarks.predict.export import exported, main
 from dataset.cli import run
 from dataset.flair.mini_outlines import write_boxed, write_masked
@@ -40,7 +40,7 @@ def images(number: int, side: int) -> np.ndarray:
 
 
 def test_plain_pytorch_runs_it_without_this_project(
-    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A centre crop, labels, and a batch of another size than the one that it was traced with."""
     directory = train_into(tmp_path / "run", mini_file, "--federated.num_rounds=1")
@@ -66,6 +66,11 @@ def test_plain_pytorch_runs_it_without_this_project(
     assert "model.pt2 already exists; add --overwrite to replace it" in error_line(capsys)
     assert run(main, [str(directory), "--output", str(tmp_path / "model.onnx")]) == 2
     assert "torch.export's files are named .pt2" in error_line(capsys)
+    monkeypatch.setattr(export, "trained", lambda _: (tmp_path / "late.pt2").write_bytes(b"") or model)
+    assert run(main, [str(directory), "--output", str(tmp_path / "late.pt2")]) == 2
+    assert "late.pt2 already exists; add --overwrite" in error_line(capsys)  # meanwhile
+    assert not (tmp_path / "late.pt2").stat().st_size
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_masks_are_exported_and_boxes_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import average_precision_score
 
+from benchmarks.core.experiment import data_of
 from benchmarks.fedcv.detection.train import main as detect
 from benchmarks.fedcv.segmentation.train import main as segment
 from benchmarks.predict import trained
@@ -26,6 +27,7 @@ from dataset.cli import run
 from dataset.convert.__main__ import main as convert
 from dataset.flair.mini import write_mini
 from dataset.flair.mini_outlines import write_boxed, write_masked
+from dataset.journal import only_writer
 from dataset.store.box_view import BoxView
 from dataset.store.hdf5 import DataFile
 from dataset.store.mask_view import MaskView
@@ -199,7 +201,7 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "would be written to the same mask, wide.png: give each its own" in capsys.readouterr().err
 
 
-def test_boxes(tmp_path: Path) -> None:
+def test_boxes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """COCO's own scorer finds in the list what the run scored, in pixels of the images."""
     coco = pytest.importorskip("pycocotools.coco", reason="the extra [detection] is not installed")
     cocoeval = pytest.importorskip("pycocotools.cocoeval")
@@ -211,6 +213,7 @@ def test_boxes(tmp_path: Path) -> None:
     val = [str(directory), "--split=val", "--output", str(tmp_path / "val.json")]
     assert run(main, val) == 0
     assert run(main, [str(directory), "--output", str(output)]) == 0
+    assert "category_id: from 1 on, in the order of the classes" in capsys.readouterr().out
     names = results(directory)["classes"]
     with DataFile(file) as data:
         in_val = {entry["image_id"] for entry in json.loads((tmp_path / "val.json").read_text())}
@@ -278,6 +281,23 @@ def test_image_files_need_no_data_of_the_run(
     assert capsys.readouterr().err == line
 
 
+def test_a_relative_data_file_is_found_from_elsewhere(
+    labelled: Path, mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the run's folder, if it has the data of the run."""
+    copy, file = tmp_path / "mine" / "runs" / "a", tmp_path / "mine" / "data" / "f.hdf5"
+    shutil.copytree(labelled, copy)
+    (copy / "results.json").write_text(json.dumps(results(labelled) | {"dataset": "data/f.hdf5"}))
+    file.parent.mkdir()
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    write_mini(file, SPEC)
+    assert data_of(copy) == Path("data/f.hdf5")
+    shutil.copy(mini_file, file)
+    assert data_of(copy) == file
+    assert run(main, ["../mine/runs/a", "--output=p.csv"]) == 0
+
+
 def test_what_is_refused(
     labelled: Path, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,3 +344,24 @@ def test_what_is_refused(
         assert reason in line
         assert line.count("\n") == 1
     assert not (tmp_path / "p.csv").exists()
+
+
+def test_a_file_that_appears_while_predicting_is_not_replaced(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "p.csv"
+    words = [str(labelled), f"--output={output}"]
+    with only_writer(output):
+        assert run(main, [*words, "--overwrite"]) == 2
+    line = capsys.readouterr().err
+    assert (
+        line
+        == f"error: another process is writing {output}: wait until it ends, or choose another --output\n"
+    )
+    monkeypatch.setattr("benchmarks.predict.__main__._write", lambda *_: output.write_text("another's"))
+    assert run(main, words) == 2
+    assert "p.csv already exists; add --overwrite to replace it" in capsys.readouterr().err
+    assert output.read_text() == "another's"
+    assert list(tmp_path.iterdir()) == [output]
+    assert run(main, [*words, "--overwrite"]) == 0
+    assert output.read_text().startswith("user,")
