@@ -22,7 +22,7 @@ from torch import Tensor
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.fedavg import FedAvg
-from pfl_ext.algorithms.personal_steps import InPhases, Phase
+from pfl_ext.algorithms.personal_steps import Gradient, InPhases, Phase, steepest
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.user_images import UserImages
 from pfl_ext.engine.cpu.twin import CompiledTwin
@@ -52,13 +52,15 @@ UserLoss = Callable[[ImageClassifier, Weights, Tensor, Tensor, Tensor], Tensor]
 and a batch's images, targets and crops, as `ImageClassifier.loss` takes them."""
 
 
-class WithLoss:
-    """FedAvg's local training with another loss, in pfl's loop: the engine cannot make these steps."""
+class OwnSteps:
+    """FedAvg's local training with another loss or gradient, in pfl's loop: no steps of the engine."""
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
 
-    def __init__(self, context: RunContext, loss: UserLoss) -> None:
-        self._loss, self._steps = loss, InPhases(CompiledTwin(context.model, context.kernels))
+    def __init__(self, context: RunContext, loss: UserLoss | None, gradient: Gradient) -> None:
+        self._loss, self._gradient = loss, gradient
+        self.twin = CompiledTwin(context.model, context.kernels)
+        self._steps = InPhases(self.twin)
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
@@ -68,13 +70,15 @@ class WithLoss:
         received = {name: p.detach().clone() for name, p in model.variable_map.items()}
 
         def loss(*batch: Tensor) -> Tensor:
+            assert self._loss is not None
             noted = len(module.noted or ())
             value = self._loss(module, received, *batch)
             if module.noted is not None and len(module.noted) == noted:  # it did not go by `module.loss`
                 module.noted.append((value.detach().clone(), len(batch[0])))
             return value
 
-        self._steps.phases = [Phase(received, loss=loss)]
+        chosen = None if self._loss is None else loss
+        self._steps.phases = [Phase(received, loss=chosen, gradient=self._gradient)]
         return self._steps.simulate_one_user(model, user_dataset, central_context)
 
 
@@ -85,20 +89,30 @@ class Clients:
         context: the run's.
         trainer: trains one user, and declares its ``refusals``; None: FedAvg's local training.
         loss: minimised by users' steps instead of the task's loss; all else is FedAvg's local training.
+        gradient: what users' steps descend along instead of the loss's gradient, as SAM does.
 
     Raises:
         ValueError: in a private run, since a mechanism bounds only one sum of updates in each round.
     """
 
     def __init__(
-        self, context: RunContext, trainer: Trainer | None = None, loss: UserLoss | None = None
+        self,
+        context: RunContext,
+        trainer: Trainer | None = None,
+        loss: UserLoss | None = None,
+        gradient: Gradient | None = None,
     ) -> None:
-        assert trainer is None or loss is None
+        assert trainer is None or (loss is None and gradient is None)
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, context.postprocessors)))
-        if loss is not None:
-            trainer = WithLoss(context, loss)
+        if loss is not None or gradient is not None:
+            trainer = OwnSteps(context, loss, gradient or steepest)
         self._context, self._algorithm = context, FedAvg() if trainer is None else trainer
         self._backend = context.backend()
+
+    @property
+    def arithmetic(self) -> str | None:
+        """How users' own steps are computed in compiled layers; None where they are not."""
+        return self._algorithm.twin.arithmetic if isinstance(self._algorithm, OwnSteps) else None
 
     def weights(self) -> Weights:
         """A copy of the run's model's current weights."""

@@ -1,12 +1,13 @@
-"""Local SGD on some of a network's variables, with an optional pull towards weights or another loss.
+"""Local SGD on some of a network's variables, maybe with a pull towards weights, another loss or gradient.
 
-Users with personal variables or a personal model train in this way, in pfl's loop. The engine cannot make
-these steps.
+Users with personal variables, a personal model or steps of their own train in this way, in pfl's loop. The
+engine cannot make these steps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,15 @@ def optimizer_of(model: PyTorchModel, rate: float, variables: Iterable[Tensor]) 
 
 Loss = Callable[..., Tensor]
 """Computes a scalar from what a classifier's ``loss`` takes: images, targets and crops of a batch."""
+Gradient = Callable[[Callable[[], Tensor], Sequence[Tensor]], Sequence[Tensor | None]]
+"""Computes what a step descends along, a tensor or None for each variable, from a function that computes the
+batch's loss at the variables' current values, and from the variables, whose values it leaves as they were.
+Only the function's first value counts in the round's training loss."""
+
+
+def steepest(loss: Callable[[], Tensor], variables: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradient of the loss; None for a variable on which it does not depend."""
+    return torch.autograd.grad(loss(), variables, allow_unused=True)
 
 
 class Descent:
@@ -60,6 +70,7 @@ class Descent:
         rate: the learning rate.
         pull: a term that is added to the loss, or None.
         loss: what is lowered on a batch; None: the model's own loss.
+        gradient: what a step descends along.
     """
 
     def __init__(
@@ -70,7 +81,9 @@ class Descent:
         rate: float,
         pull: Pull | None = None,
         loss: Loss | None = None,
+        gradient: Gradient = steepest,
     ) -> None:
+        self._gradient = gradient
         self._model, self._pull, self._max_norm = model, pull, local.local_max_grad_norm
         self._loss: Loss = model.pytorch_model.loss if loss is None else loss
         self._variables = {name: p for name, p in model.variable_map.items() if name in names}
@@ -78,11 +91,14 @@ class Descent:
 
     def step(self, batch: Batch, noted: bool = True) -> None:
         """Make one step on a batch; ``noted``: whether its loss counts in the round's training loss."""
-        ready, aside = self._model._prepare_batch(batch), contextlib.nullcontext()
-        with autocast_of(self._model), aside if noted else not_noted(self._model):
-            loss = self._loss(*ready)
-        variables = list(self._variables.values())
-        for parameter, gradient in zip(variables, torch.autograd.grad(loss, variables, allow_unused=True)):
+        ready, variables = self._model._prepare_batch(batch), list(self._variables.values())
+        asides = itertools.chain([contextlib.nullcontext()] if noted else [], itertools.repeat(None))
+
+        def loss() -> Tensor:
+            with autocast_of(self._model), next(asides) or not_noted(self._model):
+                return self._loss(*ready)
+
+        for parameter, gradient in zip(variables, self._gradient(loss, variables)):
             parameter.grad = gradient
         if self._pull is not None and self._pull.weight:
             for name, parameter in self._variables.items():
@@ -107,6 +123,8 @@ class Phase:
     pull: Pull | None = None
     loss: Loss | None = None
     """What is lowered on a batch; None: the model's own loss."""
+    gradient: Gradient = steepest
+    """What a step descends along."""
     noted: bool = True
     """Whether its losses count in the round's training loss."""
 
@@ -137,7 +155,7 @@ class InPhases:
                 images = user_dataset.part(np.arange(len(user_dataset)), number, phase.num_epochs)
                 epochs = phase.num_epochs
             rate = get_param_value(local.local_learning_rate) if phase.rate is None else phase.rate
-            descent = Descent(model, local, phase.names, rate, phase.pull, phase.loss)
+            descent = Descent(model, local, phase.names, rate, phase.pull, phase.loss, phase.gradient)
             with self._twin.in_place():
                 for _ in range(epochs):
                     for batch in images.iter(local.local_batch_size):
