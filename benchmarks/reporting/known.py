@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.core.config.benchmark import Benchmark
@@ -31,7 +32,7 @@ def of_project() -> Iterator[Known]:
         with suppress(ValueError):
             for value in vars(imported(module)).values():
                 if isinstance(value, Benchmark):
-                    yield Known(name, value, lambda name=name: imported(f"{name}.train").EXPERIMENT)  # type: ignore[misc]
+                    yield Known(name, value, partial(_trained_of, f"{name}.train", value))
 
 
 def of_own_modules() -> Iterator[Known]:
@@ -54,10 +55,31 @@ def of_train_modules() -> Iterator[Known]:
                 )
 
 
+def _trained_of(module: str, benchmark: Benchmark[Any]) -> AnyExperiment:
+    """What a training module trains for a benchmark.
+
+    Raises:
+        ValueError: one line, when it does not say.
+    """
+    named: AnyExperiment | None = getattr(imported(module), "EXPERIMENT", None)
+    for known in [] if named else _trained_in(module):
+        if known.benchmark is benchmark:
+            return known.experiment()
+    if named is None:
+        raise ValueError(
+            f"{module} has no Experiment with this benchmark: set EXPERIMENT there to your class"
+        )
+    return named
+
+
 def _trained_in(module: str) -> Iterator[Known]:
     """What a module defines or imports: an `Experiment` with a benchmark of its own."""
     for value in vars(imported(module)).values():
         if isinstance(value, type) and issubclass(value, Experiment):
             benchmark = vars(value).get("benchmark")
             if isinstance(benchmark, Benchmark):
-                yield Known(module.removesuffix(".train"), benchmark, lambda value=value: value)  # type: ignore[misc]
+                yield Known(module.removesuffix(".train"), benchmark, partial(_itself, value))
+
+
+def _itself(experiment: AnyExperiment) -> AnyExperiment:
+    return experiment
