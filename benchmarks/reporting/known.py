@@ -19,7 +19,7 @@ class Known(NamedTuple):
     """A benchmark, and what it trains."""
 
     name: str
-    """Of the folder or the module."""
+    """The name of the folder or the module."""
     benchmark: Benchmark[Any]
     experiment: Callable[[], AnyExperiment]
     """Imports the training, which takes time, only when it is called."""

@@ -48,7 +48,7 @@ class ScoreKinds:
 
 
 USUAL = ScoreKinds()
-"""Of a task that declares nothing."""
+"""The kinds of a task that declares nothing."""
 
 
 def labelled(text: str, unit: str) -> str:

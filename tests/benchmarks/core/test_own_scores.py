@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.sweep.space import Metric, Sweep
 from dataset.cli import run
 from dataset.flair.mini import write_mini
 from tests.benchmarks.core import regression, rotation
-from tests.benchmarks.core.test_rotation import SHORT, SPEC
+from tests.benchmarks.core.test_rotation import SPEC
 from tests.benchmarks.run_files import error_line, lines, results
 from tests.benchmarks.sparing import run_into
 
@@ -26,17 +27,16 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of the regression ``short`` and ``long``, of two seeds each, and one of rotation."""
+    """Runs of the regression, ``short`` and ``long``, and one of rotation."""
     top = tmp_path_factory.mktemp("own")
     write_mini(top / "images.hdf5", SPEC)
-    for seed in (0, 1):
-        for name, rounds in (("short", 2), ("long", 8)):
-            words = (f"--seed={seed}", f"--federated.num_rounds={rounds}", "--evaluation.every_rounds=2")
-            _train(regression.main, top, top / "runs" / f"{name}{seed}", *QUICK, *words)
-    _train(rotation.main, top, top / "rotation", *SHORT)
+    for name, rounds in ROUNDS.items():
+        _train(regression.main, top, top / "runs" / name, *QUICK, f"--federated.num_rounds={rounds}")
+    _train(rotation.main, top, top / "rotation", *QUICK, "--federated.num_rounds=1")
     return top
 
 
+ROUNDS = {"short": 1, "long": 4}
 QUICK = (
     "--runtime.progress=false",
     "--runtime.threads=1",
@@ -46,7 +46,7 @@ QUICK = (
 
 
 def _train(main: object, top: Path, directory: Path, *argv: str, code: int = 0) -> None:
-    run_into(main, directory, f"--data_path={top / 'images.hdf5'}", *argv, code=code, draw=True)  # type: ignore[arg-type]
+    run_into(main, directory, f"--data_path={top / 'images.hdf5'}", *argv, code=code)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_best_model_has_the_lowest_error(folder: Path) -> None:
         assert said["val"]["MAE"] == pytest.approx(best)
         assert said["best_step"] > 0 or best == pytest.approx(tracked[0])
         assert said["score_kinds"] == {"lower_is_better": ["MAE"], "units": {"R2": "", "MAE": "turns"}}
-    assert results(folder / "runs" / "long0")["best_step"] > 0, "it learns, so the first model is the worst"
+    assert results(folder / "runs" / "long")["best_step"] > 0, "it learns, so the first model is the worst"
 
 
 def test_a_task_that_declares_nothing_writes_nothing(folder: Path) -> None:
@@ -73,14 +73,13 @@ def test_a_task_that_declares_nothing_writes_nothing(folder: Path) -> None:
 def test_the_final_table_has_units_and_enough_decimals(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _train(regression.main, folder, folder / "runs" / "long0", *QUICK, "--federated.num_rounds=8",
-           "--evaluation.every_rounds=2", "--seed=0")  # fmt: skip
+    words = (*QUICK, f"--federated.num_rounds={ROUNDS['long']}")
+    _train(regression.main, folder, folder / "runs" / "long", *words)
     text = capsys.readouterr().out
     assert "MAE (turns)" in text
     (row,) = re.findall(r"^test, best model +(\S+) +(\S+)$", text, re.MULTILINE)
-    assert [float(cell) for cell in row] == pytest.approx(
-        [results(folder / "runs" / "long0")["test"][name] for name in ("R2", "MAE")], abs=5e-4
-    )
+    exact = [results(folder / "runs" / "long")["test"][name] for name in ("R2", "MAE")]
+    assert [float(cell) for cell in row] == pytest.approx(exact, abs=5e-4)
 
 
 def test_compare_ranks_and_labels_as_the_task_declares(folder: Path, tmp_path: Path, own: None) -> None:
@@ -91,10 +90,7 @@ def test_compare_ranks_and_labels_as_the_task_declares(folder: Path, tmp_path: P
     assert "R2 on test" in table
     assert "R2 on test (" not in table
     assert r"MAE on test (\%)" not in table
-    means = {
-        name: sum(results(folder / "runs" / f"{name}{seed}")["test"]["MAE"] for seed in (0, 1)) / 2
-        for name in ("short", "long")
-    }
+    means = {name: results(folder / "runs" / name)["test"]["MAE"] for name in ROUNDS}
     better = min(means, key=lambda name: means[name])
     bold = re.findall(r"\\textbf\{([\d.]+)", table)
     assert f"{means[better]:.3f}" in bold
@@ -121,9 +117,7 @@ def test_compare_ranks_and_labels_as_the_task_declares(folder: Path, tmp_path: P
 
 
 def test_older_results_are_read_as_the_task_declares_today(folder: Path, tmp_path: Path, own: None) -> None:
-    import shutil
-
-    for name in ("short0", "long0"):
+    for name in ROUNDS:
         shutil.copytree(folder / "runs" / name, tmp_path / "old" / name)
         path = tmp_path / "old" / name / "results.json"
         said = json.loads(path.read_text())
@@ -142,7 +136,7 @@ def test_the_training_curve_has_no_percent(
 
     drawn: list[Figure] = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
-    history = lines(folder / "runs" / "long0")
+    history = lines(folder / "runs" / "long")
     plots.training_curve(
         history, "round", ("R2", "MAE"), "t", tmp_path / "a.png", regression.Angle().score_kinds
     )
