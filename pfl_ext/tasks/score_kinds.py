@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 LOSS = "loss"
@@ -32,7 +32,8 @@ class ScoreKinds:
     @property
     def declared(self) -> dict[str, Any]:
         """What ``results.json`` keeps; empty where all scores are of the usual kind."""
-        return {key: value for key, value in asdict(self).items() if value}
+        kept = {"lower_is_better": list(self.lower_is_better), "units": dict(self.units)}
+        return {key: value for key, value in kept.items() if value}
 
     def is_lower_better(self, name: str) -> bool:
         """Whether the lower of two such scores is the better one."""
