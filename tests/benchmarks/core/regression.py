@@ -62,6 +62,10 @@ class Angle(rotation.Turn):
         error = guesses.astype(np.float64) - y
         return Sums(np.array([len(y), abs(error).sum(), (error**2).sum(), y.sum(), (y**2).sum()]))
 
+    def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
+        columns = super().user_columns(predictions, annotations)
+        return columns if len(annotations) > 1 else {**columns, "R2": float("nan")}
+
     def summarise(self, statistics: Sums) -> dict[str, float]:
         n, absolute = statistics.sums[:2]
         return {"R2": statistics.overall_value, "MAE": float(absolute / max(n, 1))}
