@@ -20,6 +20,7 @@ mathematics.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from dataset.cli import input_file, output_folder
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.pages import Html, join, section, tag
+from pfl_ext.tasks.score_kinds import PERCENT
 
 WRITTEN = ".compare"
 """The file with the names of the files that a comparison wrote; the next one removes what it has not."""
@@ -46,6 +48,11 @@ EXPLANATION = (
     "Numbers are means over the finished runs of a group, ± their standard deviation (n − 1) where there are "
     "several. Scores are in percent. Runs of one group differ by their seed alone: config, data and first "
     "weights are the same."
+)
+UNITS = "That is of scores for which no unit is named; those of a task may have others."
+OTHER_WAY = (
+    "Of a score that is the better the lower it is, the best decile ends at the 10th percentile, and the "
+    "worst one begins at the 90th."
 )
 CURVES = (
     "A line is the mean over the finished runs of a group, and its band goes from the least to the greatest "
@@ -80,10 +87,11 @@ def _page(
     drawn = tag("div", *(charts.svg(chart, labels) for chart in found), class_="charts")
     users = tables.users(comparison)
     spent = [tag("p", EPSILON, class_="note")] if any("epsilon" in chart.title for chart in found) else []
+    fairness = FAIRNESS if comparison.usual else f"{FAIRNESS} {UNITS} {OTHER_WAY}"
     parts: dict[str, Sequence[object]] = {
         "Overview": [
             tables.overview(comparison),
-            tag("p", EXPLANATION, class_="note"),
+            tag("p", EXPLANATION if comparison.usual else f"{EXPLANATION} {UNITS}", class_="note"),
             tables.unfinished(comparison),
             tables.directories(comparison),
         ],
@@ -96,7 +104,7 @@ def _page(
             tag("p", BYTES),
             tables.reached(comparison, target),
         ],
-        "Fairness": [tag("p", FAIRNESS if users else "No run scored its users one by one."), users],
+        "Fairness": [tag("p", fairness if users else "No run scored its users one by one."), users],
         "Privacy": [tables.privacy(comparison)],
         "Significance": [tables.significance(comparison)],
         "Machines and data": [tables.facts(comparison)],
@@ -144,12 +152,25 @@ def _named(comparison: Comparison, crossing: Crossed | None, path: Path) -> tupl
     return groups.named(comparison, names, crossing.row_of), crossed_named(crossing, names)
 
 
+def _check_target(comparison: Comparison, target: float | None) -> None:
+    """Refuse a target that no score can have."""
+    if target is None:
+        return
+    if not math.isfinite(target):
+        raise ValueError(f"--target is {target:g}: give a number")
+    percentages = all(comparison.unit(score) == PERCENT for score in comparison.headline)
+    if percentages and not 0 <= target <= 100:
+        raise ValueError(f"--target is {target:g}: give a percentage from 0 to 100")
+
+
 def main(argv: Sequence[str]) -> None:
     """Read, draw, write."""
     parser = command_parser("compare", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, default=Path("compare"))
-    parser.add_argument("--target", type=float, help="a score in percent: show when each group reached it")
+    parser.add_argument(
+        "--target", type=float, help="a score, as 50 for 50 percent: show when each group reached it"
+    )
     parser.add_argument(
         "--columns", metavar="KEY", help="a key: also make a table with a column for each value"
     )
@@ -160,12 +181,11 @@ def main(argv: Sequence[str]) -> None:
         "--names", type=Path, metavar="YAML", help="names to show for labels, and their order"
     )
     options = parser.read(argv)
-    if options.target is not None and not 0 <= options.target <= 100:
-        raise ValueError(f"--target is {options.target:g}: give a percentage from 0 to 100")
     folder = output_folder("--output_dir", options.output_dir)
     if options.rows and options.columns is None:
         raise ValueError("--rows can be used only with --columns")
     comparison = compare(options.run_dirs)
+    _check_target(comparison, options.target)
     crossing = None if options.columns is None else crossed(comparison, options.columns, options.rows)
     if options.names is not None:
         comparison, crossing = _named(comparison, crossing, options.names)

@@ -34,6 +34,7 @@ from dataset.arrays import BoolArray, FloatArray
 from dataset.drawing import THIN, write_figure
 from dataset.pages import Html, tag
 from pfl_ext.tasks.multi_label_scores import shown
+from pfl_ext.tasks.score_kinds import labelled
 
 WIDTH, HEIGHT = 4.4, 3.1
 """Size of a chart in inches: on a phone its letters are about as large as the page's."""
@@ -80,7 +81,7 @@ def charts(comparison: Comparison) -> list[Chart]:
     found: list[Chart] = []
     for name in comparison.headline:
         for split in ("val", "test"):
-            found += _of_score(comparison.groups, split, name)
+            found += _of_score(comparison, split, name)
     for split in ("val", "test"):
         over = units(comparison.groups)
         lines = lines_of(comparison.groups, split, "loss", by_steps)
@@ -90,13 +91,13 @@ def charts(comparison: Comparison) -> list[Chart]:
     known = [line for line in training if line is not None]
     found += [Chart("Loss in training", units(comparison.groups), "loss", known)] if known else []
     for name in comparison.headline:
-        found += _of_users(comparison.groups, name)
+        found += _of_users(comparison, name)
     return found
 
 
-def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
+def _of_score(comparison: Comparison, split: str, name: str) -> list[Chart]:
     """A score over steps, over time, over the devices' virtual time, over bytes and over epsilon."""
-    label = f"{shown(name)} (%)"
+    groups, label = comparison.groups, labelled(shown(name), comparison.unit(name))
     title = f"{shown(name)} on {split}"
     over_steps = lines_of(groups, split, name, by_steps)
     if not over_steps:
@@ -132,10 +133,10 @@ def _spread(lines: Sequence[Line]) -> bool:
     return bool(max(ends) >= SPREAD_OF_BYTES * min(ends) > 0)
 
 
-def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:
+def _of_users(comparison: Comparison, name: str) -> list[Chart]:
     """The score of single users: how many of them are at or below it."""
     lines = []
-    for place, group in enumerate(groups):
+    for place, group in enumerate(comparison.groups):
         found = [shares for run in group.finished if (shares := deciles(run, name)) is not None]
         places = {tuple(shares[0]) for shares in found}
         if len(places) == 1:
@@ -144,9 +145,9 @@ def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:
             lines.append(Line(place, x, values.mean(0), values.min(0), values.max(0), len(values)))
     if not lines:
         return []
-    return [
-        Chart(f"{shown(name)} of single users", "% of users, the worst first", f"{shown(name)} (%)", lines)
-    ]
+    along = f"% of users, the {'best' if comparison.is_lower_better(name) else 'worst'} first"
+    label = labelled(shown(name), comparison.unit(name))
+    return [Chart(f"{shown(name)} of single users", along, label, lines)]
 
 
 def units(groups: Sequence[Group]) -> str:

@@ -16,6 +16,7 @@ from benchmarks.core.config.effects import reason_for
 from benchmarks.core.config.trees import Tree, as_word
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord
+from pfl_ext.tasks.score_kinds import ScoreKinds
 
 MOST_KEYS = 3
 """Keys that a label names; where more differ, it names the directory."""
@@ -40,6 +41,12 @@ class Group:
     def headline(self) -> tuple[str, ...]:
         """The scores that its benchmark is judged by."""
         return tuple(self.trained.headline)
+
+    @cached_property
+    def kinds(self) -> ScoreKinds:
+        """How its scores are read."""
+        first = (*self.finished, *self.runs)[0]
+        return self.trained.score_kinds(first.config, first.results)
 
     @cached_property
     def finished(self) -> tuple[RunRecord, ...]:
@@ -117,6 +124,26 @@ class Comparison:
     def headline(self) -> tuple[str, ...]:
         """The scores that the benchmarks of these runs are judged by, each once."""
         return tuple(dict.fromkeys(name for group in self.groups for name in group.headline))
+
+    @property
+    def judges_alike(self) -> bool:
+        """Whether all groups are judged by the same scores, in the same units."""
+        first = self.groups[0]
+        return all((each.headline, each.kinds) == (first.headline, first.kinds) for each in self.groups)
+
+    def unit(self, score: str) -> str:
+        """The unit of a score by which some groups are judged; each, where theirs differ."""
+        found = dict.fromkeys(each.kinds.unit(score) for each in self.groups if score in each.headline)
+        return next(iter(found)) if len(found) < 2 else " or ".join(unit or "no unit" for unit in found)
+
+    def is_lower_better(self, score: str) -> bool:
+        """Whether the lower is the better one of a score by which some groups are judged."""
+        return any(each.kinds.is_lower_better(score) for each in self.groups if score in each.headline)
+
+    @property
+    def usual(self) -> bool:
+        """Whether all scores are in percent, and higher is better, but for the loss."""
+        return not any(each.kinds.declared for each in self.groups)
 
     def values(self, group: Group, section: str, name: str) -> list[float]:
         """A measure of each run of a group that has it; where some runs have ended, of these alone."""

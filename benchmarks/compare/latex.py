@@ -11,22 +11,25 @@ from functools import partial
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
-from benchmarks.compare.measures import BY_CLASS, in_words
+from benchmarks.compare.measures import BY_CLASS, in_words, unit_of
 from benchmarks.compare.privacy import in_short, privacy_of
-from benchmarks.compare.tables import NONE, TEST, amount, judged_by
+from benchmarks.compare.tables import NONE, TEST, amount, first_score, judged_by, named_first, on_test
 from benchmarks.core.code_version import commit
 from benchmarks.reporting import single_users
 from benchmarks.reporting.booktabs import Column, booktabs, escaped, with_maths
 from benchmarks.reporting.plots import MOST_CLASSES
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
+from pfl_ext.tasks.score_kinds import decimals, labelled
 
 BOLD = (
     "Bold: the best mean of those with the same data, partition, image sizes, images held out from training, "
     "and number of seeds."
 )
-WORST = ("worst decile", "worst decile ends")
-"""The names of measures of the worst tenth of the users: its mean, and the score at which it ends."""
+WORST = ("worst decile", "worst decile ends", "worst decile begins")
+"""The names of measures of the worst tenth of the users: its mean, and the score at its other edge."""
+OF_A_CLASS = "score of a class"
+"""Stands for a score of `BY_CLASS`, which is in percent whatever the task declares."""
 OWN_MODELS = single_users.MODELS["personal"]
 """How the section of users' own models ends."""
 DAGGER = r"$^\dagger$"
@@ -67,10 +70,10 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
         for place, head in enumerate(table.columns):
             there = [(row, group) for row, group in enumerate(table.column(place)) if group is not None]
             groups = [group for _, group in there]
-            cells = _on_test(groups, [comparison.values(group, TEST, name) for group in groups])
+            cells = _on_test(groups, [comparison.values(group, TEST, name) for group in groups], score)
             texts = {row: cell + escaped(table.fewer(group)) for (row, group), cell in zip(there, cells)}
             columns.append(Column(written(head), [texts.get(row, "--") for row in range(len(table.rows))]))
-        said = [escaped(f"{name} on test (%)."), table.in_words(written)]
+        said = [escaped(f"{on_test(comparison, score)}."), table.in_words(written)]
         said += _marks_in_words(comparison.groups, columns)
         text += booktabs(columns, said, "-".join(re.findall("[a-z0-9]+", name.lower())))
     return text
@@ -109,7 +112,10 @@ def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, l
     }
     if not names:
         return ""
-    rows = [_on_test(groups, [comparison.values(group, section, name) for group in groups]) for name in names]
+    rows = [
+        _on_test(groups, [comparison.values(group, section, name) for group in groups], OF_A_CLASS)
+        for name in names
+    ]
     columns = [Column("class", ["$n$", *map(escaped, names)])]
     for group, cells in zip(groups, zip(*rows)):
         columns.append(Column(_written(comparison, group.label), [str(len(group.finished)), *cells]))
@@ -174,44 +180,49 @@ def _of_scores(comparison: Comparison) -> list[Column]:
     if scores:
         return [
             Column(
-                escaped(f"{shown(score)} on test (%)"),
-                _on_test(groups, [comparison.values(group, TEST, shown(score)) for group in groups]),
+                escaped(on_test(comparison, score)),
+                _on_test(groups, [comparison.values(group, TEST, shown(score)) for group in groups], score),
             )
             for score in scores
         ]
-    first = [shown(group.headline[0]) for group in groups]
-    found = [comparison.values(group, TEST, name) for group, name in zip(groups, first)]
+    found = [comparison.values(group, TEST, shown(group.headline[0])) for group in groups]
     cells = [
-        f"{escaped(name)} {cell}" if values else cell
-        for name, cell, values in zip(first, _on_test(groups, found, first), found)
+        f"{escaped(named_first(group))} {cell}" if values else cell
+        for group, cell, values in zip(groups, _on_test(groups, found), found)
     ]
-    return [Column(r"first score on test (\%)", cells)]
+    return [Column(escaped(first_score(comparison)), cells)]
 
 
 def _of_users(comparison: Comparison) -> list[Column]:
     """The mean over users of their own models' score, and the worst tenth of each kind of users, by the score
     by which users are compared with each other."""
-    names = dict[tuple[str, str], None]()
+    names = dict[tuple[str, str], tuple[str, str]]()
     for group in comparison.groups:
-        score = shown(group.trained.task_of(group.runs[0].config, 2).user_headline)
+        score = group.trained.task_of(group.runs[0].config, 2).user_headline
         for one in (one for run in group.runs for one in comparison.measures[run.directory]):
             wanted = one.name in WORST or (one.name == "mean" and one.section.endswith(OWN_MODELS))
-            if wanted and one.section.partition(",")[0] == f"users' {score}":
-                names[one.section, one.name] = None
+            if wanted and one.section.partition(",")[0] == f"users' {shown(score)}":
+                names.setdefault((one.section, one.name), (score, group.kinds.unit(score)))
     return [
         Column(
-            escaped(f"mean of {section} (%)" if name == "mean" else f"{name}, {section} (%)"),
-            _best(comparison.groups, [comparison.values(each, section, name) for each in comparison.groups]),
+            escaped(labelled(f"mean of {section}" if name == "mean" else f"{name}, {section}", unit)),
+            _best(
+                comparison.groups,
+                [comparison.values(each, section, name) for each in comparison.groups],
+                [score] * len(comparison.groups),
+            ),
         )
-        for section, name in names
+        for (section, name), (score, unit) in names.items()
     ]
 
 
 def _on_test(
-    groups: Sequence[Group], found: Sequence[Sequence[float]], names: Sequence[str] | None = None
+    groups: Sequence[Group], found: Sequence[Sequence[float]], score: str | None = None
 ) -> list[str]:
-    """`_best` of scores on test, with a dagger where users have other models than the one that was scored."""
-    cells = _best(groups, found, names, of_users=False)
+    """`_best` of a score on test, with a dagger where users have other models than the one that was scored;
+    without ``score``, of the first by which each group is judged."""
+    scores = [group.headline[0] if score is None else score for group in groups]
+    cells = _best(groups, found, scores, of_users=False)
     return [
         cell + DAGGER if values and group.keeps_parts else cell
         for cell, values, group in zip(cells, found, groups)
@@ -221,18 +232,21 @@ def _on_test(
 def _best(
     groups: Sequence[Group],
     found: Sequence[Sequence[float]],
-    names: Sequence[str] | None = None,
+    scores: Sequence[str],
     of_users: bool = True,
 ) -> list[str]:
-    """Cells of scores. Bold is the best of several groups with the same images and number of seeds.
+    """Cells of scores. Bold is the best of several groups with the same images and number of seeds: the
+    highest or the lowest mean, as the task declares.
 
     Args:
         groups: of the cells.
         found: the scores of each group's seeds.
-        names: of the score in each cell; None: all have the same.
+        scores: the name of the score in each cell.
         of_users: whether they are of the users' models, else of the server's, where no user may have it.
     """
-    cells = [escaped(in_words(values, "percent")) for values in found]
+    signs = [-1 if group.kinds.is_lower_better(name) else 1 for group, name in zip(groups, scores)]
+    units = [unit_of(name, group.kinds) for group, name in zip(groups, scores)]
+    cells = [escaped(in_words(values, unit)) for values, unit in zip(found, units)]
     for place, group in enumerate(groups):
         if 0 < len(found[place]) < len(group.finished):
             cells[place] += f" ($n = {len(found[place])}$)"
@@ -241,11 +255,13 @@ def _best(
         if not of_users and group.keeps_parts:
             continue
         if found[place] and group.finished and math.isfinite(statistics.fmean(found[place])):
-            kind = (group.images_key, len(found[place]), None if names is None else names[place])
+            kind = (group.images_key, len(found[place]), scores[place], units[place], signs[place])
             rivals.setdefault(kind, []).append(place)
     for places in rivals.values():
-        means = {place: f"{statistics.fmean(found[place]):.2f}" for place in places}
-        best = max(means.values(), key=float)
+        exact = {place: statistics.fmean(found[place]) for place in places}
+        digits = 2 if units[places[0]] == "percent" else decimals(exact.values())
+        means = {place: f"{mean:.{digits}f}" for place, mean in exact.items()}
+        best = max(means.values(), key=lambda mean: signs[places[0]] * float(mean))
         for place in places:
             if means[place] == best and len(set(means.values())) > 1:
                 cells[place] = rf"\textbf{{{cells[place]}}}"

@@ -18,8 +18,14 @@ from benchmarks.reporting.runs import DAMAGE, RunRecord, epsilon_of, local_epsil
 from dataset.arrays import FloatArray, IntArray
 from dataset.pages import bytes_in_words
 from pfl_ext.tasks.multi_label_scores import shown
+from pfl_ext.tasks.score_kinds import LOSS, PERCENT, USUAL, ScoreKinds, decimals
 
-Unit = Literal["percent", "loss", "seconds", "bytes", "count", "number"]
+
+class Declared(str):
+    """The unit that a task declares for a score; empty for a plain number."""
+
+
+Unit = Literal["percent", "loss", "seconds", "bytes", "count", "number"] | Declared
 SPLITS = {"test": "test, best model", "val": "val, best model", "last": "test, last model"}
 """The tables of scores."""
 BY_CLASS = {
@@ -31,6 +37,8 @@ BY_CLASS = {
 """The tables of scores of single classes, by the key of ``results.json``."""
 FAIR = {"mean": "mean", "q10": "worst decile ends", "q50": "median", "q90": "best decile begins"}
 """What is shown of the scores of single users, by the key of ``results.json``."""
+FAIR_IF_LOWER = {**FAIR, "q10": "best decile ends", "q90": "worst decile begins"}
+"""The same where a lower score is better."""
 FINE_TUNING = {
     "": "",
     "before": ", held-out images before fine-tuning",
@@ -93,34 +101,37 @@ def per_user(run: RunRecord, when: str = "") -> Tree:
     return {}
 
 
-def measures(run: RunRecord) -> list[Measure]:
+def measures(run: RunRecord, kinds: ScoreKinds = USUAL) -> list[Measure]:
     """All numbers of a run; of one that has not ended, what its lines say.
+
+    Args:
+        run: is read.
+        kinds: how its scores are read.
 
     Raises:
         ValueError: when its files hold something else than numbers there.
     """
     with reading(run.directory):
-        return [Measure(*each[:3], float(each.value)) for each in _measures(run)]
+        return [Measure(*each[:3], float(each.value)) for each in _measures(run, kinds)]
 
 
-def _measures(run: RunRecord) -> Iterator[Measure]:
+def _measures(run: RunRecord, kinds: ScoreKinds) -> Iterator[Measure]:
     if run.results is not None:
-        yield from _scores(run.results)
+        yield from _scores(run.results, kinds)
         yield from _scores_of_classes(run.results)
         for when, words in FINE_TUNING.items():
             for name, values in per_user(run, when).items():
-                section = f"users' {shown(name)}{words}"
+                section, unit = f"users' {shown(name)}{words}", unit_of(name, kinds)
                 yield Measure(section, "users", "count", values["n"])
-                for key, head in FAIR.items():
-                    yield Measure(section, head, "percent", values[key])
+                for key, head in (FAIR_IF_LOWER if kinds.is_lower_better(name) else FAIR).items():
+                    yield Measure(section, head, unit, values[key])
                 if (deviation := _deviation_of_users(run, name, when)) is not None:
-                    yield Measure(section, "standard deviation", "percent", deviation)
+                    yield Measure(section, "standard deviation", unit, deviation)
         for each in single_users.of_run(run):
             section = f"users' {shown(each.score)}, {each.kind}"
             for key, value in each.values.items():
-                yield Measure(
-                    section, single_users.column(key, each.score), _unit_of_users(key, each.score), value
-                )
+                head = single_users.column(key, kinds.is_lower_better(each.score))
+                yield Measure(section, head, _unit_of_users(key, each.score, kinds), value)
     yield from _time(run)
     yield from _traffic(run)
     yield from _cost(run)
@@ -142,23 +153,30 @@ def _scores_in(found: Sequence[Measure], split: str) -> dict[str, float]:
     return {one.name: one.value for one in found if one.section == SPLITS[split]}
 
 
-def _unit_of_users(key: str, score: str) -> Unit:
+def unit_of(score: str, kinds: ScoreKinds) -> Unit:
+    """The unit of a score, for people and for the CSV."""
+    if score == LOSS and LOSS not in kinds.units:
+        return "loss"
+    unit = kinds.unit(score)
+    return "percent" if unit == PERCENT else Declared(unit)
+
+
+def _unit_of_users(key: str, score: str, kinds: ScoreKinds) -> Unit:
     if key in single_users.COUNTS:
         return "count"
     if key == "variance without noise":
         return "number"
-    return "loss" if score == "loss" else "percent"
+    return unit_of(score, kinds)
 
 
-def _scores(results: Tree) -> Iterator[Measure]:
+def _scores(results: Tree, kinds: ScoreKinds) -> Iterator[Measure]:
     tables = {"test": results.get("test"), "val": results.get("val")}
     tables["last"] = (results.get("last") or {}).get("test")
     if tables["last"] is None and results.get("best_step") == results.get("rounds", -1):
         tables["last"] = tables["test"]
     for split, scores in tables.items():
         for name, value in (scores or {}).items():
-            unit: Unit = "loss" if name == "loss" else "percent"
-            yield Measure(SPLITS[split], shown(name), unit, value)
+            yield Measure(SPLITS[split], shown(name), unit_of(name, kinds), value)
 
 
 def _scores_of_classes(results: Tree) -> Iterator[Measure]:
@@ -327,15 +345,17 @@ def in_words(values: Sequence[float], unit: Unit) -> str:
     deviation = statistics.stdev(values) if len(values) > 1 else None
     if unit == "bytes":
         return bytes_in_words(mean) + (f" ± {bytes_in_words(deviation)}" if deviation else "")
-    scale, digits, suffix = _scale(mean, unit)
+    scale, digits, suffix = _scale(mean, deviation or 0.0, unit)
     shown_mean = f"{mean / scale:,.{digits}f}"
     if deviation is None or (unit == "count" and deviation == 0):
         return shown_mean + suffix
     return f"{shown_mean} ± {deviation / scale:,.{digits}f}{suffix}"
 
 
-def _scale(mean: float, unit: Unit) -> tuple[float, int, str]:
+def _scale(mean: float, deviation: float, unit: Unit) -> tuple[float, int, str]:
     """The number to divide by, the number of decimals, and the unit's suffix."""
+    if isinstance(unit, Declared):
+        return 1, decimals([mean, deviation]), ""
     if unit == "seconds":
         if mean >= 2 * 3600:
             return 3600, 1, " h"

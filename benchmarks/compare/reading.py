@@ -8,22 +8,20 @@ from typing import Any
 
 from benchmarks.compare.groups import Comparison, Group, labelled
 from benchmarks.compare.measures import Measure, measures, without_repeated_last
-from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import digest, tree_digest
-from benchmarks.core.config.sections import config_modules
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.folders import find_runs
+from benchmarks.reporting.known import Known, of_own_modules, of_project, of_train_modules
 from benchmarks.reporting.runs import (
     DAMAGE,
     RunRecord,
-    benchmarks_in,
     by_experiment,
     not_whole,
     read_run,
     split_duplicates,
 )
-from dataset.files import OWN, imported
+from dataset.files import OWN
 
 
 def compare(paths: Iterable[Path]) -> Comparison:
@@ -41,7 +39,8 @@ def compare(paths: Iterable[Path]) -> Comparison:
         try:
             record, trained[directory] = read_any(directory)
             _check_lines(record)
-            found[directory] = measures(record)
+            kinds = trained[directory].score_kinds(record.config, record.results)
+            found[directory] = measures(record, kinds)
         except ValueError as fault:
             left_out.append(str(fault))
             continue
@@ -66,7 +65,7 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
 
     The configs of some benchmarks are of one type and differ in their defaults. The run's benchmark is the
     one that ships its setting; else one that reads the config as it was written down; else any that can read
-    it.
+    it. Those of the user's own are found in the modules of FL_IMPORT, and in ``benchmarks/*/train.py``.
 
     Raises:
         ValueError: what is wrong with it, in a line.
@@ -75,27 +74,30 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
         tree = read_yaml(directory / "config.yaml")
     except DAMAGE as fault:
         raise not_whole(directory, f"config.yaml cannot be read: {' '.join(str(fault).split())}") from None
-    found: list[tuple[tuple[bool, bool], str, Benchmark[Any]]] = []
+    found: list[tuple[tuple[bool, bool], Known]] = []
     faults = []
-    for module in config_modules():
-        for benchmark in benchmarks_in(module):
+    for kinds in (of_project, of_own_modules, of_train_modules):
+        if any(ships_it for (ships_it, _), _ in found):
+            break  # what is left takes time to import
+        for known in kinds():
             try:
-                config = benchmark.read(tree, "config.yaml")
+                config = known.benchmark.read(tree, "config.yaml")
             except ValueError as fault:
                 faults.append(str(fault))
                 continue
-            rank = config.setting in benchmark.settings, digest(config) == tree_digest(tree)
-            found.append((rank, module, benchmark))
+            rank = config.setting in known.benchmark.settings, digest(config) == tree_digest(tree)
+            found.append((rank, known))
     if not tree or not found:
         own = [fault for fault in faults if OWN in fault]
         why = min(own or faults, key=_is_foreign) if tree and faults else "config.yaml is empty"
+        if tree and not own:
+            why += f"; if it is of a benchmark of your own, set {OWN} to the file of that"
         raise not_whole(directory, f"no benchmark can read its config; {why}")
-    _, module, benchmark = max(found, key=lambda each: each[0])
-    record = read_run(directory, benchmark)
+    _, known = max(found, key=lambda each: each[0])
+    record = read_run(directory, known.benchmark)
     if record.fault is not None:
         raise not_whole(directory, record.fault)
-    trained: type[Experiment[Any]] = imported(f"{module.removesuffix('config')}train").EXPERIMENT
-    return record, trained
+    return record, known.experiment()
 
 
 def _is_foreign(fault: str) -> tuple[bool, int]:

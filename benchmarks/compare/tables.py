@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.compare.charts import key
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
-from benchmarks.compare.measures import SPLITS, Unit, in_words
+from benchmarks.compare.measures import SPLITS, Declared, Unit, in_words, unit_of
 from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, lines_of
 from benchmarks.compare.significance import CONFIDENCE, Difference, pairs
@@ -19,6 +19,7 @@ from benchmarks.core.config.trees import as_word
 from benchmarks.reporting.tables import csv_table
 from dataset.pages import Html, bullets, clean, join, table, tag, text
 from pfl_ext.tasks.multi_label_scores import shown
+from pfl_ext.tasks.score_kinds import PERCENT, decimals, labelled
 
 CSV_HEAD = ("group", "run", "seed", "state", "section", "measure", "unit", "value")
 FACTS = ("dataset", "data_sha256", "commit", "torch", "hardware", "arithmetic")
@@ -54,7 +55,25 @@ def unfinished(comparison: Comparison) -> Html:
 
 def judged_by(comparison: Comparison) -> tuple[str, ...]:
     """The scores by which all groups are judged; empty where groups are of several kinds."""
-    return comparison.headline if len({group.headline for group in comparison.groups}) == 1 else ()
+    return comparison.headline if comparison.judges_alike else ()
+
+
+def on_test(comparison: Comparison, score: str) -> str:
+    """The head of a column of a score by which all groups are judged: ``accuracy on test (%)``."""
+    return labelled(f"{shown(score)} on test", comparison.unit(score))
+
+
+def first_score(comparison: Comparison) -> str:
+    """The head of the column that has the first score of each group where these are of several kinds."""
+    units = {group.kinds.unit(group.headline[0]) for group in comparison.groups}
+    return labelled("first score on test", PERCENT if units == {PERCENT} else "")
+
+
+def named_first(group: Group) -> str:
+    """The name of a group's first score, with its unit where that is not percent."""
+    score = group.headline[0]
+    unit = group.kinds.unit(score)
+    return shown(score) if unit == PERCENT else labelled(shown(score), unit)
 
 
 def overview(comparison: Comparison) -> Html:
@@ -64,12 +83,15 @@ def overview(comparison: Comparison) -> Html:
     for group in comparison.groups:
         seeds = ", ".join(f"{run.seed}{'' if run.finished else ' (not finished)'}" for run in group.runs)
         found = [comparison.values(group, TEST, shown(score)) for score in scores or group.headline[:1]]
-        named = "" if scores else f"{shown(group.headline[0])} "
-        cells = [named + in_words(values, "percent") if values else NONE for values in found]
+        named, kinds = "" if scores else f"{named_first(group)} ", group.kinds
+        cells = [
+            named + in_words(values, unit_of(score, kinds)) if values else NONE
+            for score, values in zip(scores or group.headline, found)
+        ]
         cells.append(in_words(comparison.values(group, "time", "wall clock"), "seconds"))
         cells.append(in_words(comparison.values(group, "bytes", "the whole run"), "bytes"))
         rows.append([name_of(comparison, group), seeds, *cells, in_short(group)])
-    heads = [f"{shown(score)} on test (%)" for score in scores] or ["first score on test (%)"]
+    heads = [on_test(comparison, score) for score in scores] or [first_score(comparison)]
     heads = ["group", "seeds", *heads, "wall clock", "bytes, whole run", "epsilon"]
     return table("Groups: runs that differ by their seed alone", heads, rows)
 
@@ -83,13 +105,14 @@ def by_key(comparison: Comparison, crossing: Crossed) -> Html:
             groups = [crossing.cells.get((place, column)) for column in range(len(crossing.columns))]
             cells = [NONE if each is None else _score(comparison, each, score, crossing) for each in groups]
             rows.append([breakable(label), *cells])
-        caption = f"{shown(score)} on test (%) by {crossing.key}"
+        caption = f"{on_test(comparison, score)} by {crossing.key}"
         parts.append(table(caption, [crossing.key, *map(breakable, crossing.columns)], rows))
     return join([*parts, tag("p", crossing.in_words(), class_="note")])
 
 
 def _score(comparison: Comparison, group: Group, score: str, crossing: Crossed) -> str:
-    return in_words(comparison.values(group, TEST, shown(score)), "percent") + crossing.fewer(group)
+    values = comparison.values(group, TEST, shown(score))
+    return in_words(values, unit_of(score, group.kinds)) + crossing.fewer(group)
 
 
 def reached(comparison: Comparison, target: float | None) -> Html:
@@ -97,16 +120,18 @@ def reached(comparison: Comparison, target: float | None) -> Html:
 
     Args:
         comparison: what is compared.
-        target: the score in percent; None: for each score the highest that all groups with it reach, if one
-            of them has to train for it.
+        target: the score; None: for each score the best that all groups with it reach, if one of them has to
+            train for it.
     """
     parts = []
     for score in comparison.headline:
         for split in ("val", "test"):
             parts += _reached(comparison, split, score, target)
+    lower = [shown(score) for score in comparison.headline if comparison.is_lower_better(score)]
+    below = f", or below it where lower is better ({', '.join(lower)})" if lower else ""
     note = (
-        "When the mean over the seeds was first seen at the score or above it. Only some rounds are scored. "
-        "A dash: never, or not known."
+        f"When the mean over the seeds was first seen at the score or above it{below}. Only some rounds are "
+        "scored. A dash: never, or not known."
     )
     return join([tag("h3", "Until a score was reached"), tag("p", note), *parts]) if parts else Html()
 
@@ -120,8 +145,10 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
         del axes[by_virtual_minutes]
     if len(lines) < 2 and target is None:
         return []
-    wanted = min((line.mean.max() for line in lines.values()), default=0.0) if target is None else target
-    reaching = {place: np.flatnonzero(line.mean >= wanted) for place, line in lines.items()}
+    sign = -1.0 if comparison.is_lower_better(score) else 1.0
+    best = sign * min(((sign * line.mean).max() for line in lines.values()), default=0.0)
+    wanted = float(best) if target is None else target
+    reaching = {place: np.flatnonzero(sign * line.mean >= sign * wanted) for place, line in lines.items()}
     if target is None and all(lines[place].x[at[0]] == 0 for place, at in reaching.items()):
         return []
     rows = []
@@ -131,7 +158,9 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
         cells = [NONE if each is None or not len(at) else amount(float(each.x[at[0]])) for each in found]
         rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])
     why = "as asked for" if target is not None else "which all groups reach"
-    caption = f"{wanted:.2f} % {shown(score)} on {split}, {why}"
+    unit = comparison.unit(score)
+    number = f"{wanted:.{2 if unit == PERCENT else decimals([wanted])}f}"
+    caption = " ".join(filter(None, [number, unit, f"{shown(score)} on {split}, {why}"]))
     return [table(caption, ["group", "n", *axes.values()], rows)] if rows else []
 
 
@@ -165,7 +194,8 @@ def _measured(comparison: Comparison, section: str, kinds: Collection[tuple[str,
             else ""
         )
         caption = f"{section[0].upper()}{section[1:]}{by}"
-        parts += [table(caption, ["group", "n", *names], rows)] if rows else []
+        heads = [labelled(name, unit) if isinstance(unit, Declared) else name for name, unit in names.items()]
+        parts += [table(caption, ["group", "n", *heads], rows)] if rows else []
     return join(parts)
 
 
@@ -308,26 +338,31 @@ def _tests(comparison: Comparison, score: str) -> Html:
             values = comparison.by_seed(group, section, name)
             by_data.setdefault(group.finished[0].data_key, {})[group.label] = values
     names = {group.label: name_of(comparison, group) for group in comparison.groups}
-    rows = [_test_cells(test, names) for groups in by_data.values() for test in pairs(groups)]
+    unit = comparison.unit(score)
+    shown_unit = "percentage points" if unit == PERCENT else unit
+    tests = [test for groups in by_data.values() for test in pairs(groups)]
+    digits = 2 if unit == PERCENT else decimals(test.difference for test in tests)
+    rows = [_test_cells(test, names, digits) for test in tests]
     heads = ["first", "second", "n", "first − second", "interval", "t", "df", "p", "Holm's p", "paired p"]
-    return table(f"{name} on test, percentage points", heads, rows) if rows else Html()
+    caption = ", ".join(filter(None, [f"{name} on test", shown_unit]))
+    return table(caption, heads, rows) if rows else Html()
 
 
-def _test_cells(test: Difference, names: dict[str, Html]) -> list[object]:
+def _test_cells(test: Difference, names: dict[str, Html], digits: int) -> list[object]:
     known = not math.isnan(test.p)
     return [
         names[test.first],
         names[test.second],
         f"{test.n[0]}, {test.n[1]}",
-        _signed(test.difference),
-        f"{_signed(test.low)} to {_signed(test.high)}" if known else "no seed differs",
+        _signed(test.difference, digits),
+        f"{_signed(test.low, digits)} to {_signed(test.high, digits)}" if known else "no seed differs",
         *((_signed(test.t), f"{test.df:.2f}") if known else (NONE, NONE)),
         *(NONE if math.isnan(p) else _probability(p) for p in (test.p, test.p_holm, test.p_paired)),
     ]
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")
+def _signed(value: float, digits: int = 2) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 def _probability(p: float) -> str:
@@ -345,7 +380,14 @@ def _csv_lines(comparison: Comparison) -> Iterator[tuple[object, ...]]:
             of_run = (_cell(group.label), _cell(str(run.directory)), run.seed)
             words = "finished" if run.finished else f"not finished, {run.progress}"
             for one in comparison.measures[run.directory]:
-                yield (*of_run, words, _cell(one.section), _cell(one.name), one.unit, one.value)
+                yield (
+                    *of_run,
+                    words,
+                    _cell(one.section),
+                    _cell(one.name),
+                    _cell(one.unit or "number"),
+                    one.value,
+                )
 
 
 def _cell(value: str) -> str:

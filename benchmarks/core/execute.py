@@ -28,7 +28,7 @@ from benchmarks.core.config.digests import experiment_digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.disk import check_disk
-from benchmarks.core.experiment import Experiment
+from benchmarks.core.experiment import SCORE_KINDS, Experiment
 from benchmarks.core.extended import check_extension, extend
 from benchmarks.core.facts import dataset_facts, hardware, start_facts
 from benchmarks.core.features import Inputs, inputs_of
@@ -54,6 +54,7 @@ from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.dropout import LeftOut
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, merged
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import connected, current, from_main, is_main
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"
@@ -222,10 +223,22 @@ def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClas
     if experiment.config.is_private:
         check_private_data(experiment)
     module, of_users = experiment.module(), 0
+    _check_score_kinds(experiment, module.task)
     if experiment.config.mode == "federated":
         of_users = check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
     check_disk(experiment.config, module, of_users, directory)
     return module
+
+
+def _check_score_kinds(experiment: Experiment[Any], task: Task) -> None:
+    """Refuse a task that declares something of a score that it does not have, which would be silence."""
+    known = dict.fromkeys((*experiment.scores, *experiment.headline, task.user_headline))
+    for attribute, names in (("lower_is_better", task.lower_is_better), ("units", task.units)):
+        if wrong := [name for name in names if name not in known]:
+            raise ValueError(
+                f"{type(task).__name__}.{attribute} has {wrong[0]!r}, which is not one of the scores of this "
+                f"run: choose among {', '.join(known)}"
+            )
 
 
 def _check_data(path: Path) -> None:
@@ -346,7 +359,8 @@ def _write_results(
     checkpoint.save(directory / "model.safetensors", module.state_dict(), origin)
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
-    plots.training_curve(history, recorder.unit, experiment.headline, title, curve)
+    kinds = module.task.score_kinds
+    plots.training_curve(history, recorder.unit, experiment.headline, title, curve, kinds)
     if recorder.ledger is not None:
         plots.privacy_curves(history, title, directory / "plots" / "privacy.png")
     results = {
@@ -356,6 +370,7 @@ def _write_results(
         "seed": config.seed,
         "rounds": recorder.num_steps,
         "unit": recorder.unit,
+        **({SCORE_KINDS: declared} if (declared := kinds.declared) else {}),
         **scores,
         "wall_clock_s": round(recorder.progress.wall_clock, 3),
         "hardware": hardware(),

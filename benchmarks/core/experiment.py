@@ -33,8 +33,11 @@ from pfl_ext.models.decoders import encoder_of, outputs_of
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.losses import TrainingLoss
+from pfl_ext.tasks.score_kinds import ScoreKinds
 from pfl_ext.tasks.task import Outputs, Task
 
+SCORE_KINDS = "score_kinds"
+"""The key of ``results.json`` for what a task declares of its scores, where it declares anything."""
 C = TypeVar("C", bound=TrainingConfig)
 
 
@@ -75,7 +78,8 @@ class Experiment(ABC, Generic[C]):
     benchmark: ClassVar[Benchmark[Any]]
     """Its settings, and how its command line is read."""
     headline: ClassVar[tuple[str, ...]]
-    """The scores in percent that runs are judged by, the first above all; the training curve shows them."""
+    """The scores that runs are judged by, the first above all; the training curve shows them. The task says
+    the unit of each, and whether lower is better."""
     scores: ClassVar[tuple[str, ...]]
     """The names of all scores of val."""
     final_splits: tuple[str, ...] = ("val", "test")
@@ -159,6 +163,14 @@ class Experiment(ABC, Generic[C]):
     def task_of(cls, config: C, num_classes: int) -> Task:
         """What a run of this config learns."""
 
+    @classmethod
+    def score_kinds(cls, config: C, results: Tree | None = None) -> ScoreKinds:
+        """How the scores of a run are read: as its results say, or else its task."""
+        declared = (results or {}).get(SCORE_KINDS)
+        if declared is not None:
+            return ScoreKinds.of(declared)
+        return cls.task_of(config, 2).score_kinds  # which no number of classes changes
+
     def module(self) -> ImageClassifier:
         """The network before its first step, with outputs for each class."""
         num_classes = len(self.class_names)
@@ -206,7 +218,7 @@ class Experiment(ABC, Generic[C]):
 
     def show(self, results: Tree) -> None:
         """Print that table."""
-        print(text_table(self.rows(results)))
+        print(text_table(self.rows(results), self.score_kinds(self.config, results)))
 
 
 KINDS: Mapping[Outputs, tuple[str, str]] = {

@@ -207,16 +207,22 @@ class Recorder:
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far.
 
-        Best is the least loss, or the greatest of any other column. Of steps that score the same, the
+        Best is the least loss, or the greatest of any other column, or the least where the task declares that
+        lower is better. Of steps that score the same, the
         earliest is kept, which is the model of the fewest updates.
         """
         task: Task = model.pytorch_model.task
         self._val = columns(task, metrics)
         first = task.headline[0]
-        text = f"{task.shown(first)} {self._val[first]:.2f} loss {self._val['loss']:.4f}"
+        kinds, value = task.score_kinds, self._val[first]
+        digits = kinds.decimals(first, [value], 2)
+        text = f"{task.shown(first)} {value:.{digits}f} loss {self._val['loss']:.4f}"
         self.progress.show(f"{self.followed} {text}")
         by = self.run.config.evaluation.best_by
-        score = -float(step) if by == "last" else self._val["loss"] if by == "loss" else -self._val[by]
+        if by == "last":
+            score = -float(step)
+        else:
+            score = self._val[by] if kinds.is_lower_better(by) else -self._val[by]
         if score < self.best.score:
             weights = {n: t.detach().cpu().clone() for n, t in model.pytorch_model.state_dict().items()}
             self.best = Best(step, score, self._val, weights)

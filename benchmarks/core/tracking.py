@@ -27,8 +27,9 @@ from PIL import Image
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
-from benchmarks.reporting.tables import markdown_table
+from benchmarks.reporting.tables import decimals_of, markdown_table
 from dataset.files import needed, write_json
+from pfl_ext.tasks.score_kinds import ScoreKinds
 from pfl_ext.workers.distributed import is_main
 
 Rows = Mapping[str, Mapping[str, float]]
@@ -49,7 +50,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def columns_of(rows: Rows) -> list[str]:
-    """The columns of a final table that hold percentages, in the order of its first row."""
+    """The columns of a final table that people read, in the order of its first row."""
     return [name for name in next(iter(rows.values())) if name != "loss" and "binned" not in name]
 
 
@@ -175,8 +176,9 @@ class TensorBoardBackend:
     def finish(self, step: int, results: Tree, rows: Rows, directory: Path) -> None:
         """The final table as text, and the plots."""
         columns = columns_of(rows)
+        digits = decimals_of(rows.values(), columns, ScoreKinds.of(results.get("score_kinds", {})))
         cells = [
-            [name, *(f"{values[column]:.1f}" if column in values else "" for column in columns)]
+            [name, *(f"{values[col]:.{n}f}" if col in values else "" for col, n in zip(columns, digits))]
             for name, values in rows.items()
         ]
         self._writer.add_text("results", markdown_table(["", *columns], cells), step)

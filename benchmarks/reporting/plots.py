@@ -21,6 +21,7 @@ from dataset.arrays import FloatArray
 from dataset.drawing import write_figure
 from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import shown
+from pfl_ext.tasks.score_kinds import PERCENT, USUAL, ScoreKinds, labelled
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
 GREEN, VERMILION, PINK, SKY, BLACK = "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"
@@ -147,26 +148,37 @@ def per_user_violins(groups: Mapping[str, FloatArray], ylabel: str, title: str, 
 
 
 def training_curve(
-    history: Sequence[Mapping[str, Any]], unit: str, columns: Sequence[str], title: str, path: Path
+    history: Sequence[Mapping[str, Any]],
+    unit: str,
+    columns: Sequence[str],
+    title: str,
+    path: Path,
+    kinds: ScoreKinds = USUAL,
 ) -> None:
-    """Draw these columns (percent) and the loss over the rounds (or epochs) of ``metrics.jsonl``.
+    """Draw these columns and the loss over the rounds (or epochs) of ``metrics.jsonl``.
 
-    They are those of val, or of test where the lines have ``tracked`` in its place.
+    They are those of val, or of test where the lines have ``tracked`` in its place. Where ``kinds`` says that
+    some are no percentages, the legend has the unit of each.
     """
     followed, split = ("tracked", "test") if any("tracked" in line for line in history) else ("val", "val")
     scored = [line for line in history if followed in line]
     steps = [line[unit] for line in scored]
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     left = figure.subplots()
+    percent = all(kinds.unit(column) == PERCENT for column in columns)
+    units = PERCENT if percent else ""
     for column, line_style, marker in zip(columns, ("-", "--", "-."), ("o", "", "")):
         values = [line[followed][column] for line in scored]
-        left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=shown(column))
-    left.set(xlabel=f"{unit}s of training", ylabel=f"score on {split} (%)", ylim=(0, 100), title=title)
+        label = shown(column) if percent else labelled(shown(column), kinds.unit(column))
+        left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=label)
+    left.set(xlabel=f"{unit}s of training", ylabel=labelled(f"score on {split}", units), title=title)
+    if percent:
+        left.set_ylim(0, 100)
     right = left.twinx()
     right.plot(
         steps, [line[followed]["loss"] for line in scored], color=ORANGE, linestyle=":", label="loss (right)"
     )
-    right.set_ylabel(f"cross-entropy on {split}")
+    right.set_ylabel(f"loss on {split}")
     right.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     left.grid(alpha=0.3)

@@ -47,12 +47,20 @@ class PerUser(TypedDict, total=False):
     quantiles: dict[str, Scores]
 
 
+class DeclaredKinds(TypedDict, total=False):
+    """What the task declares of its scores."""
+
+    lower_is_better: list[StrictStr]
+    units: dict[str, StrictStr]
+
+
 class Results(TypedDict, total=False):
     """The whole file."""
 
     dataset: StrictStr
     rounds: StrictInt
     best_step: StrictInt | None
+    score_kinds: DeclaredKinds
     test: dict[str, StrictFloat]
     val: dict[str, StrictFloat] | None
     last: dict[str, dict[str, StrictFloat]] | None

@@ -16,13 +16,13 @@ import numpy as np
 
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
-from benchmarks.core.config.sections import BENCHMARKS, TrainingConfig, config_modules
+from benchmarks.core.config.sections import BENCHMARKS, TrainingConfig
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts
 from benchmarks.core.weights import sha256_of, weights_facts
+from benchmarks.reporting.known import of_project
 from benchmarks.reporting.result_types import check_types
 from dataset.arrays import FloatArray
-from dataset.files import imported
 from dataset.store.hdf5 import DataFile
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
@@ -209,20 +209,12 @@ def read_run(
 
 def _foreign(tree: Tree, benchmark: Benchmark[Any]) -> str | None:
     """Which other benchmark's a config is; None where it is of none."""
-    for name in config_modules():
-        for other in benchmarks_in(name):
-            with suppress(ValueError):
-                other.read(tree, "config.yaml")
-                asked = ".".join(benchmark.directory.relative_to(BENCHMARKS).parts[:-1])
-                return f"{FOREIGN} {name.removesuffix('.config')}, not of benchmarks.{asked}"
+    for other in of_project():
+        with suppress(ValueError):
+            other.benchmark.read(tree, "config.yaml")
+            asked = ".".join(benchmark.directory.relative_to(BENCHMARKS).parts[:-1])
+            return f"{FOREIGN} {other.name}, not of benchmarks.{asked}"
     return None
-
-
-def benchmarks_in(name: str) -> list[Benchmark[Any]]:
-    """The benchmarks of a module; none of one that cannot be imported, which is another benchmark's."""
-    with suppress(ValueError):
-        return [value for value in vars(imported(name)).values() if isinstance(value, Benchmark)]
-    return []
 
 
 class RunOfAnother(ValueError):

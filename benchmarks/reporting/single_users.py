@@ -23,7 +23,7 @@ COLUMNS = {
     "variance without noise": "variance without noise",
 }
 """What a table shows of the scores of single users, by the key of ``results.json``."""
-LOWER_IS_BETTER = {"loss": {"lowest decile": "best decile", "highest decile": "worst decile"}}
+LOWER_IS_BETTER = {"lowest decile": "best decile", "highest decile": "worst decile"}
 """The columns of scores that are the better the lower they are, where they are others than in `COLUMNS`."""
 COUNTS = ("n", "least images")
 HEADS = ("row", "users", *(name for key, name in COLUMNS.items() if key != "n"))
@@ -44,9 +44,9 @@ class UserScores(NamedTuple):
     """The numbers that are known, by the keys of `COLUMNS`."""
 
 
-def column(key: str, score: str) -> str:
+def column(key: str, lower_is_better: bool) -> str:
     """The name of the column that holds this key of a score: the worst users have the highest loss."""
-    return LOWER_IS_BETTER.get(score, {}).get(key, COLUMNS[key])
+    return LOWER_IS_BETTER.get(key, COLUMNS[key]) if lower_is_better else COLUMNS[key]
 
 
 def of_run(run: RunRecord) -> Iterator[UserScores]:

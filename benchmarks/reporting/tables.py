@@ -11,13 +11,27 @@ from pathlib import Path
 from tabulate import tabulate
 
 from dataset.files import write_bytes
+from pfl_ext.tasks.score_kinds import LOSS, PERCENT, USUAL, ScoreKinds, labelled
 
 
-def text_table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Rows of percentages as plain text. The columns are those of the first row, without the loss."""
-    columns = [name for name in next(iter(rows.values())) if name != "loss"]
+def text_table(rows: Mapping[str, Mapping[str, float]], kinds: ScoreKinds = USUAL) -> str:
+    """Rows of scores as plain text. The columns are those of the first row, without the loss.
+
+    Args:
+        rows: scores by name, by the name of the row.
+        kinds: says which scores are no percentages; these have their unit in the head.
+    """
+    columns = [name for name in next(iter(rows.values())) if name != LOSS]
+    heads = [name if kinds.unit(name) == PERCENT else labelled(name, kinds.unit(name)) for name in columns]
+    form = ["", *(f".{each}f" for each in decimals_of(rows.values(), columns, kinds))]
     cells = [[name, *(values.get(column) for column in columns)] for name, values in rows.items()]
-    return tabulate(cells, ["", *columns], tablefmt="plain", floatfmt=".1f", missingval="-")
+    return tabulate(cells, ["", *heads], tablefmt="plain", floatfmt=form, missingval="-")
+
+
+def decimals_of(rows: Iterable[Mapping[str, float]], columns: Sequence[str], kinds: ScoreKinds) -> list[int]:
+    """With how many decimals the scores of each column of a final table are written."""
+    rows = list(rows)
+    return [kinds.decimals(name, [row[name] for row in rows if name in row], 1) for name in columns]
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -301,7 +301,7 @@ class LocalSweep:
     def _write(self, rows: Sequence[Row]) -> str:
         """Write the tables; the text of ``table.md``."""
         trained, ranking = self.sweep.experiment, self.sweep.ranking
-        columns = rows, list(self.sweep.space), ranking, trained.headline[0]
+        columns = rows, list(self.sweep.space), ranking, trained.headline[0], self.sweep.kinds
         best_by = get_type_hints(type(trained.benchmark.parse(self.words).config.evaluation))["best_by"]
         note = other_models(rows, ranking, get_args(best_by))
         return write_tables(table(*columns), over_seeds(*columns), note, self.directory)

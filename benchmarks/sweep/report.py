@@ -24,6 +24,7 @@ from benchmarks.reporting.tables import csv_table, markdown_table
 from benchmarks.sweep.space import Metric, Sweep
 from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import shown
+from pfl_ext.tasks.score_kinds import USUAL, ScoreKinds
 
 MOST_TICKS = 100
 """Most values of a parameter drawn as categories; one of more whole numbers is drawn as a scale."""
@@ -52,11 +53,19 @@ class Row:
     test_step: int | None = None
 
 
-def table(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> list[list[str]]:
+def table(
+    rows: Sequence[Row],
+    varied: Sequence[str],
+    metric: Metric,
+    headline: str,
+    kinds: ScoreKinds = USUAL,
+) -> list[list[str]]:
     """The header, then the trials, the best first and those without a score last.
 
-    A column is for each of the ``varied`` parameters; ``headline`` names the score of `Row.test`.
+    A column is for each of the ``varied`` parameters; ``headline`` names the score of `Row.test`, and
+    ``kinds`` says how it is read.
     """
+    digits = _digits_on_test(rows, headline, kinds)
     sign = -1 if metric.goal == "maximize" else 1
     out = [["rank", "trial", *varied, f"best {metric.name}", "at", f"test {shown(headline)}", "test at",
             "status", "seconds", "run"]]  # fmt: skip
@@ -66,7 +75,7 @@ def table(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: 
         place, score, step = "", "", ""
         if row.score is not None:
             place, score, step = str(rank), f"{row.score:.4g}", str(row.step)
-        test = "" if row.test is None else f"{row.test:.2f}"
+        test = "" if row.test is None else f"{row.test:.{digits}f}"
         tested = "" if row.test_step is None else str(row.test_step)
         seconds = "" if row.seconds is None else f"{row.seconds:.0f}"
         out.append([place, f"{row.number:03d}", *_cells(row, varied), score, step, test, tested, row.status,
@@ -79,7 +88,17 @@ def _cells(row: Row, names: Sequence[str]) -> list[str]:
     return [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values]
 
 
-def over_seeds(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> list[list[str]]:
+def _digits_on_test(rows: Sequence[Row], headline: str, kinds: ScoreKinds) -> int:
+    return kinds.decimals(headline, [row.test for row in rows if row.test is not None], 2)
+
+
+def over_seeds(
+    rows: Sequence[Row],
+    varied: Sequence[str],
+    metric: Metric,
+    headline: str,
+    kinds: ScoreKinds = USUAL,
+) -> list[list[str]]:
     """The header, then each point with its mean over seeds, the best first, but for those of which a seed
     diverged, which are last; empty where no seed varies.
 
@@ -96,12 +115,12 @@ def over_seeds(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headl
     means = {point: sign * statistics.fmean(r.score or 0.0 for r in found) for point, found in points.items()}
     out = [["rank", *names, "n", f"mean best {metric.name}", "std", f"mean test {shown(headline)}", "std"]]
     fell = {tuple(_cells(row, names)) for row in rows if row.status == "diverged"}
+    digits = _digits_on_test(rows, headline, kinds)
     for rank, point in enumerate(sorted(points, key=lambda each: (each in fell, means[each])), 1):
         scores = [row.score for row in points[point]]
         tests = [row.test for row in points[point]]
-        out.append(
-            [str(rank), *point, str(len(scores)), *_mean_and_std(scores, ".4g"), *_mean_and_std(tests, ".2f")]
-        )
+        on_test = _mean_and_std(tests, f".{digits}f")
+        out.append([str(rank), *point, str(len(scores)), *_mean_and_std(scores, ".4g"), *on_test])
     return out
 
 

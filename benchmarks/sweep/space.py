@@ -27,6 +27,7 @@ from benchmarks.sweep.parameter import MOST_VALUES, Parameter
 from dataset.files import imported
 from pfl_ext.configs import STRICT
 from pfl_ext.randomness import seed32
+from pfl_ext.tasks.score_kinds import LOSS, ScoreKinds
 
 SWEEPS = {path.stem: path for path in sorted(Path(__file__).parents[1].glob("*/sweeps/*.yaml"))}
 """The shipped sweeps of all benchmarks."""
@@ -110,7 +111,15 @@ class Sweep:
     @property
     def ranking(self) -> Metric:
         """The metric by which trials are compared, or else the benchmark's headline score on val."""
-        return self.metric or Metric(f"val/{self.experiment.headline[0]}", "maximize")
+        score = self.experiment.headline[0]
+        return self.metric or Metric(
+            f"val/{score}", "minimize" if self.kinds.is_lower_better(score) else "maximize"
+        )
+
+    @property
+    def kinds(self) -> ScoreKinds:
+        """How the scores of the trials are read."""
+        return self.experiment.score_kinds(self.experiment.benchmark.default_config)
 
     @property
     def space(self) -> dict[str, BaseDistribution]:
@@ -224,6 +233,19 @@ def read_sweep(name: str, program: str | None = None) -> tuple[Sweep, Tree, Path
     return sweep, tree, path
 
 
+def _check_goal(sweep: Sweep, metric: Metric) -> None:
+    """Refuse a goal that ranks a score the wrong way round; a file that names none has ``minimize``."""
+    split, _, score = metric.name.partition("/")
+    if split != "val" or score not in (LOSS, *sweep.experiment.headline, *sweep.experiment.scores):
+        return
+    lower = sweep.kinds.is_lower_better(score)
+    if lower != (metric.goal == "minimize"):
+        raise ValueError(
+            f"metric.goal is {metric.goal}, but a {'lower' if lower else 'higher'} val/{score} is better: "
+            f"set it to {'minimize' if lower else 'maximize'}"
+        )
+
+
 def _check(sweep: Sweep) -> None:
     """Refuse what makes no sense or ranks by test."""
     if sweep.command.count("${args}") != 1 or len([w for w in sweep.command if TRAIN.fullmatch(w)]) != 1:
@@ -244,6 +266,8 @@ def _check(sweep: Sweep) -> None:
             "on test: choose a score of val, such as val/accuracy (visual classification: "
             "--data.scored=val)"
         )
+    if sweep.metric is not None:
+        _check_goal(sweep, sweep.metric)
     if sweep.metric is None and (sweep.method == "bayes" or sweep.early_terminate):
         raise ValueError(f"metric is missing: {sweep.method} and hyperband need its name and goal")
     if sweep.method == "grid":

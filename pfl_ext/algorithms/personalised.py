@@ -43,6 +43,7 @@ from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import current, is_main
 
 SEEN, USERS, CHANNEL = "seen", "users/", "compression/"
@@ -262,7 +263,7 @@ class Personalised(ServerModelAlgorithm):
             write_users(self.context.folder.parent, rows)
         if is_main():
             for group, found in clients.items():
-                print(shown(self.context.model.pytorch_model.task.user_headline, group, found))
+                print(shown(self.context.model.pytorch_model.task, group, found))
         return {"clients": clients}
 
     def _kept(self) -> Mapping[str, UserState]:
@@ -284,13 +285,15 @@ class Personalised(ServerModelAlgorithm):
         return Traffic(size, size if self.channel is None else self.channel.num_bytes)
 
 
-def shown(column: str, group: str, found: Mapping[str, Any]) -> str:
+def shown(task: Task, group: str, found: Mapping[str, Any]) -> str:
     """The scores of a group of users in one line."""
-    parts = []
+    column, parts = task.user_headline, []
     for kind in ("personal", "server"):
         if kind not in found:
             continue
         users = found[kind]["users"].get(column, {"n": 0})
-        spread = ", ".join(f"{name} {value:.2f}" for name, value in users.items() if name in SHOWN)
-        parts.append(f"{kind} models: pooled {found[kind]['pooled'][column]:.2f}, over users {spread}")
+        pooled = found[kind]["pooled"][column]
+        digits = task.score_kinds.decimals(column, [pooled], 2)
+        spread = ", ".join(f"{name} {value:.{digits}f}" for name, value in users.items() if name in SHOWN)
+        parts.append(f"{kind} models: pooled {pooled:.{digits}f}, over users {spread}")
     return f"own held-out images of {found['users']} {group} users, {column}: {'; '.join(parts)}"

@@ -12,7 +12,7 @@ stored size, S the side of the network's input, K labels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from dataset.arrays import Float32Array, FloatArray, IntArray
 from pfl_ext.data.transforms import Framing, cropped, resize
 from pfl_ext.tasks.losses import TrainingLoss
+from pfl_ext.tasks.score_kinds import ScoreKinds
 
 Outputs = Literal["image", "pixels", "boxes"]
 """Kinds of a network's outputs: for a whole image, for each pixel, or for many places where a box may be."""
@@ -42,10 +43,20 @@ class Task(ABC):
     """Whether each image has exactly one label."""
     outputs: ClassVar[Outputs] = "image"
     """The kind of outputs that a network must have."""
+    lower_is_better: ClassVar[tuple[str, ...]] = ()
+    """The columns of `summarise` that are the better the lower they are; the loss is so without this."""
+    units: ClassVar[Mapping[str, str]] = {}
+    """The unit of each column of `summarise` that is not in percent, such as degrees; empty for a plain
+    number."""
     shares_of_images: ClassVar[tuple[str, ...]] = ()
     """The columns of `summarise` that are the share, in percent, of images with a correct prediction."""
     scored_together: ClassVar[int] = 256
     """Most images of an evaluation's batch; fewer where the outputs of an image take much memory."""
+
+    @property
+    def score_kinds(self) -> ScoreKinds:
+        """What this class declares of its scores."""
+        return ScoreKinds(self.lower_is_better, self.units)
 
     @property
     def user_headline(self) -> str:

@@ -193,6 +193,6 @@ def test_another_benchmark_that_cannot_be_imported_hides_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["benchmarks.half_written.config", *config_modules()]
-    monkeypatch.setattr("benchmarks.reporting.runs.config_modules", lambda: names)
+    monkeypatch.setattr("benchmarks.reporting.known.config_modules", lambda: names)
     monkeypatch.chdir(folder)
     check_refused(vision_report.main, "half", "1 run of benchmarks.flair", folder, capsys)
