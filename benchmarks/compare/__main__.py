@@ -191,6 +191,8 @@ def main(argv: Sequence[str]) -> None:
     write_bytes(folder / WRITTEN, "\n".join(names).encode())
     for line in comparison.left_out:
         print(f"left out: {pages.clean(line)}")
+    if unfinished := comparison.unfinished(groups.MOST_NAMES):
+        print(f"WARNING: {unfinished}", file=sys.stderr)
     top = [path for path in written if path.parent == folder]
     print(f"written: {', '.join(map(str, [*top, *([folder / 'charts'] if found else [])]))}")
 
