@@ -45,3 +45,21 @@ def wrong_side(arch: str, input_size: int, fault: Exception) -> ValueError:
         f"{arch} cannot take images of {input_size} x {input_size} pixels ({reason}): "
         "choose another model.input_size"
     )
+
+
+def check_groups(backbone: nn.Module, config: ModelConfig) -> None:
+    """Refuse a number of groups in a network that has none.
+
+    Whoever builds a network for training calls this. A run that was trained with such a value can be read.
+
+    Raises:
+        ValueError: one line that names the key, and its default.
+    """
+    default = ModelConfig().groups
+    if config.groups == default or config.channel_norm == "data" or config.has_fixed_statistics:
+        return  # the rules of the config say that the key has no effect with the two others
+    if not any(isinstance(layer, nn.GroupNorm) for layer in backbone.modules()):
+        raise ValueError(
+            f"model.groups is {config.groups}, but {config.arch} has no GroupNorm: remove it, or set it to "
+            f"{default}"
+        )

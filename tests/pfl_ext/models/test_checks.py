@@ -1,24 +1,22 @@
-"""Networks that do not fit the data, or the values that were given for them, are refused when they are built."""
+"""Networks that do not fit the data, or the values that were given for them, are refused."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
+from pfl_ext.models.checks import check_groups
 from pfl_ext.models.classifier import build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.small import NETWORKS
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
     NETWORKS.names()
     monkeypatch.setattr(NETWORKS, "_things", dict(NETWORKS._things))
-    yield
 
 
 @pytest.mark.usefixtures("registered")
@@ -34,12 +32,11 @@ def test_a_network_with_other_outputs_than_classes_is_refused(more: int) -> None
     if not more:
         assert build()(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
         return
-    with pytest.raises(ValueError) as refused:
-        build()
-    assert str(refused.value) == (
-        f"model.arch is of_other_outputs, which has {5 + more} outputs, but there are 5 classes: give its "
-        "last layer as many outputs, or choose another network"
+    said = (
+        f"^model.arch is of_other_outputs, which has {5 + more} outputs, but there are 5 classes: give its "
     )
+    with pytest.raises(ValueError, match=said):
+        build()
 
 
 @pytest.mark.usefixtures("registered")
@@ -51,3 +48,19 @@ def test_masks_of_other_classes_are_refused() -> None:
     NETWORKS.register("of_pixels")(of_pixels)
     with pytest.raises(ValueError, match="which has 6 outputs, but there are 5 classes"):
         build_backbone(ModelConfig("of_pixels", 8), 5, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("arch", "refused"),
+    [("lenet", True), ("resnet18", False), ("scatternet", False), ("darts_search", False)],
+)
+def test_a_number_of_groups_is_refused_where_there_are_none(arch: str, refused: bool) -> None:
+    config = ModelConfig(arch, 32, groups=4)
+    backbone = build_backbone(config, 5, torch.Generator().manual_seed(0))
+    check_groups(backbone, ModelConfig(arch, 32))
+    if not refused:
+        check_groups(backbone, config)
+        return
+    said = "^model.groups is 4, but lenet has no GroupNorm: remove it, or set it to 32$"
+    with pytest.raises(ValueError, match=said):
+        check_groups(backbone, config)
