@@ -217,7 +217,8 @@ def _checked(image: Image, options: Options, decodes: bool) -> Checked:
             pixels, note = to_pixels(image, options.transcode.background, options.transcode.upright)
             highest = int(pixels.max()) if DEEP in note else None
             if options.storage == "raw":
-                return Checked(len(image), *pixels.shape[:2], None, note, turned, highest)
+                height, width = pixels.shape[:2]
+                return Checked(len(image), height, width, None, note, turned, highest)
             jpeg = encoded(pixels, options.transcode.quality)
         width, height = jpeg_size(jpeg)
         if decodes:
