@@ -42,6 +42,10 @@ __all__ = ["Options", "check_room", "checked_places", "command_parser", "make", 
 TOOL_VERSION = "1.0"
 SIDE = 256
 """Pixels, of images that are stored as pixels."""
+DARK = 14
+"""The most bits in use of images of 16 bits for a warning: with 14, the brightest has a quarter of white."""
+NAMES = 3
+"""The most images that a line on the screen names."""
 UPRIGHT = "turn photos as their EXIF orientation says, which makes them new JPEGs"
 """The help of an option."""
 
@@ -62,6 +66,8 @@ def preprocess(source: Source, options: Options) -> None:
         while undecodable is None or undecodable:  # a second time without the images that have no pixels
             found.faults |= undecodable or {}
             undecodable = _write(source, found, options, journal)
+    _say_dark(found)
+    _say_left_out(found)
     _say_turned(found, options)
     source.discard()
 
@@ -237,6 +243,30 @@ def _say_transcoded(scan: Scan, options: Options) -> None:
     into = f"JPEGs of quality {options.transcode.quality}" if options.storage == "jpeg" else "pixels"
     parts = "; ".join(f"{count:,} {note}" for note, count in sorted(done.items()))
     print(f"{sum(done.values()):,} images become {into}: {parts}", file=sys.stderr)
+
+
+def _say_dark(scan: Scan) -> None:
+    """A warning, if all images of 16 bits have values of fewer: these are nearly black with 8 bits."""
+    bits = 8 + scan.highest.bit_length()
+    if scan.deep and bits <= DARK:
+        print(
+            f"WARNING: the {scan.deep:,} images of 16 bits use only the lowest {bits}, so they are nearly "
+            f"black in the file, which keeps the upper 8: multiply their values by {1 << 16 - bits:,} and "
+            "convert them again, and do the same with images that you predict",
+            file=sys.stderr,
+        )
+
+
+def _say_left_out(scan: Scan) -> None:
+    """One line on the screen, if there are images that cannot be used: how many, and the first of them."""
+    if not scan.faults:
+        return
+    first = sorted(scan.faults)[:NAMES]
+    listed = ", ".join(f"{scan.table['image_id'][row].as_py()} ({scan.faults[row]})" for row in first)
+    more = f" and {len(scan.faults) - NAMES:,} more" if len(scan.faults) > NAMES else ""
+    are = "is" if len(scan.faults) == 1 else "are"
+    count = f"{len(scan.faults):,} of {len(scan.num_bytes):,} images {are} left out"
+    print(f"{count}, which cannot be used: {listed}{more}", file=sys.stderr)
 
 
 def _say_turned(scan: Scan, options: Options) -> None:

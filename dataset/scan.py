@@ -23,12 +23,12 @@ from dataset.files import prefetched
 from dataset.journal import Journal
 from dataset.store.annotations import fault_of_boxes, fault_of_mask
 from dataset.store.columns import kinds
-from dataset.store.images import Transcoding, decode, jpeg_size, orientation, to_jpeg, to_pixels
+from dataset.store.images import DEEP, Transcoding, decode, encoded, jpeg_size, orientation, to_pixels
 from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
 
 MISSING = "it is listed, but its file is missing"
-_JOURNAL = "blocks of version 3"
+_JOURNAL = "blocks of version 4"
 _TYPES = {
     "num_bytes": "int64",
     "height": "int32",
@@ -36,6 +36,7 @@ _TYPES = {
     "fault": "string",
     "note": "string",
     "turned": "bool",
+    "highest": "int16",
 }
 _FOUND = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in _TYPES.items()])
 """The columns of `Checked`, which are added to those of a source's records."""
@@ -75,6 +76,7 @@ class Checked:
     fault: str | None = None  # what is wrong with it
     note: str | None = None  # what was done to it, if it is no JPEG
     turned: bool = False  # by its EXIF orientation
+    highest: int | None = None  # of an image of 16 bits the highest of its pixels' upper 8 bits
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class Scan:
     faults: dict[int, str]  # by record
     notes: dict[int, str]  # by record
     turned: int = 0  # the number of images that an EXIF orientation turns
+    deep: int = 0  # the number of images of 16 bits
+    highest: int = 0  # the highest of the upper 8 bits of all their pixels
 
     def transcoded(self) -> dict[str, int]:
         """How many of the images that are kept are no JPEGs, by what was done to them."""
@@ -148,6 +152,8 @@ def scan(source: Source, options: Options, journal: Journal) -> Scan:
         faults,
         notes,
         pc.sum(table["turned"]).as_py(),
+        pc.count(table["highest"]).as_py(),
+        pc.max(table["highest"]).as_py() or 0,
     )
 
 
@@ -204,20 +210,22 @@ def _checked(image: Image, options: Options, decodes: bool) -> Checked:
         return Checked(-1, fault=MISSING)
     if isinstance(image, np.ndarray):
         return Checked(image.nbytes, *image.shape[:2])
-    note, jpeg = None, image
+    note, jpeg, highest = None, image, None
     turned = options.transcode is not None and orientation(image) != 1
     try:
         if options.transcode is not None and options.transcode.changes(image):
+            pixels, note = to_pixels(image, options.transcode.background, options.transcode.upright)
+            highest = int(pixels.max()) if DEEP in note else None
             if options.storage == "raw":
-                pixels, note = to_pixels(image, options.transcode.background, options.transcode.upright)
-                return Checked(len(image), pixels.shape[0], pixels.shape[1], None, note, turned)
-            jpeg, note = to_jpeg(image, options.transcode)
+                height, width = pixels.shape[:2]
+                return Checked(len(image), height, width, None, note, turned, highest)
+            jpeg = encoded(pixels, options.transcode.quality)
         width, height = jpeg_size(jpeg)
         if decodes:
             decode(jpeg, None)
     except ValueError as error:
         return Checked(len(jpeg), fault=str(error), note=note)
-    return Checked(len(jpeg), height, width, None, note, turned)
+    return Checked(len(jpeg), height, width, None, note, turned, highest)
 
 
 def _with_annotations(table: pa.Table, found: list[Checked], options: Options) -> list[Checked]:

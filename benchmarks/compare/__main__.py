@@ -73,7 +73,8 @@ FAIRNESS = (
     "Scores of single users, each by itself, in percent; all users weigh the same. The worst decile ends at "
     "the 10th percentile: a tenth of the users have at most this score. The best decile begins at the 90th. "
     "Users seen in training stand apart from new ones; there a decile is the mean over the tenth of users "
-    "with the worst or best scores. Scores of few images vary by chance: the variance without noise, in "
+    "with the worst or best scores. The std over users divides by their number, that over seeds (±) by "
+    "n − 1. Scores of few images vary by chance: the variance without noise, in "
     "squared percent, is that of the users' own rates, where scores are shares of images, and may be below 0."
 )
 
@@ -211,6 +212,8 @@ def main(argv: Sequence[str]) -> None:
     write_bytes(folder / WRITTEN, "\n".join(names).encode())
     for line in comparison.left_out:
         print(f"left out: {pages.clean(line)}")
+    if unfinished := comparison.unfinished(groups.MOST_NAMES):
+        print(f"WARNING: {unfinished}", file=sys.stderr)
     top = [path for path in written if path.parent == folder]
     print(f"written: {', '.join(map(str, [*top, *([folder / 'charts'] if found else [])]))}")
 

@@ -16,11 +16,14 @@ from benchmarks.core.config.effects import reason_for
 from benchmarks.core.config.trees import Tree, as_word
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord
+from dataset.pages import clean
 from pfl_ext.tasks.score_kinds import ScoreKinds
 
 MOST_KEYS = 3
 """Keys that a label names; where more differ, it names the directory."""
 MOST_LETTERS = 70
+MOST_NAMES = 10
+"""Runs that a line on the screen names."""
 SIZES = ("data.image_size", "model.input_size")
 """The keys that say how large the images are in the data set, and as the network sees them."""
 PARTITION = "data.partition"
@@ -144,6 +147,21 @@ class Comparison:
     def usual(self) -> bool:
         """Whether all scores are in percent, and higher is better, but for the loss."""
         return not any(each.kinds.declared for each in self.groups)
+
+    def unfinished(self, most: int | None = None) -> str:
+        """How many runs have not ended, with the names of all or of the first `most`; empty if all have."""
+        names = [clean(run.directory) for run in self.runs if not run.finished]
+        if not names:
+            return ""
+        listed = ", ".join(names[:most])
+        if most is not None and len(names) > most:
+            listed += f" and {len(names) - most:,} more"
+        are = "is" if len(names) == 1 else "are"
+        runs = "run" if len(self.runs) == 1 else "runs"
+        return (
+            f"{len(names):,} of {len(self.runs):,} {runs} {are} not finished and left out of the scores on "
+            f"test: {listed}"
+        )
 
     def values(self, group: Group, section: str, name: str) -> list[float]:
         """A measure of each run of a group that has it; where some runs have ended, of these alone."""

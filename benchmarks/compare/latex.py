@@ -149,6 +149,8 @@ def _head(comparison: Comparison, command: str) -> str:
         "% needs \\usepackage{booktabs}",
         f"% made by: {clean(command)}",
         f"% at commit {commit() or 'unknown'}; {of_runs}",
+        *(f"% {line}" for line in [comparison.unfinished()] if line),
+        *(f"% left out: {clean(line)}" for line in comparison.left_out),
     ]
     return "\n".join(lines) + "\n"
 

@@ -28,6 +28,7 @@ from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.checkpoint import read_json
 from pfl_ext.data.federated_dataset import ImageStore, Partition
 from pfl_ext.data.normalisation import FIXED, Scale, scale_of
+from pfl_ext.models.checks import check_groups
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.decoders import encoder_of, outputs_of
 from pfl_ext.models.weights import IMAGENET
@@ -286,6 +287,7 @@ def build_model(
     backbone = build_backbone(
         model, num_labels, generator, (weights or IMAGENET) if model.pretrained else None
     )
+    check_groups(backbone, model)
     scale = FIXED.get(model.normalisation)
     if scale is None:
         if split is None:

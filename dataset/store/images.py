@@ -185,6 +185,9 @@ _SIGNATURES = {
     b"II*\0": "TIFF",
     b"MM\0*": "TIFF",
 }
+DEEP = " of 16 bits"
+"""What is said of such images; their upper 8 bits are kept."""
+_TIFF_DEPTHS = 258  # the tag of the bits of each channel
 _PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length, name and size in IHDR
 
 
@@ -285,7 +288,9 @@ def to_pixels(data: bytes | memoryview, background: Background, upright: bool = 
             refuse_size(*image.size, data)
             note = {"WEBP": "WebP"}.get(name, name)
             if name == "PNG" and data[_PNG_DEPTH_AT] == 16:
-                note += " of 16 bits"
+                note += DEEP
+            if name == "TIFF" and np.max(image.tag_v2.get(_TIFF_DEPTHS, 1)) == 16:  # type: ignore[attr-defined]
+                note += DEEP
             if getattr(image, "is_animated", False):
                 note += ", its first frame"
                 image.seek(0)
@@ -311,9 +316,18 @@ def to_jpeg(data: bytes | memoryview, transcoding: Transcoding) -> tuple[bytes, 
         ValueError: with a clause that says what is wrong.
     """
     pixels, note = to_pixels(data, transcoding.background, transcoding.upright)
+    return encoded(pixels, transcoding.quality), note
+
+
+def encoded(pixels: Pixels, quality: int) -> bytes:
+    """Pixels as JPEG, without chroma subsampling.
+
+    Raises:
+        ValueError: with a clause that says what is wrong.
+    """
     buffer = io.BytesIO()
     try:
-        Image.fromarray(pixels).save(buffer, "JPEG", quality=transcoding.quality, subsampling=0)
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=quality, subsampling=0)
     except (OSError, ValueError) as error:  # a side of more than 65,500 pixels
         raise ValueError(f"it cannot be converted to JPEG ({' '.join(str(error).split())})") from None
-    return buffer.getvalue(), note
+    return buffer.getvalue()

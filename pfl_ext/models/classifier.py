@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
+from pfl_ext.models.checks import check_size, wrong_side
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
@@ -110,7 +111,7 @@ def build_backbone(
     assert_no_live_batchnorm(backbone)
     if config.channel_norm == "data" and standardised_in(backbone) is None:
         raise ValueError(f"model.channel_norm is data, but {arch} has no norm for it: set it to group")
-    _check_side(backbone, arch, config.input_size)
+    check_size(backbone, arch, config.input_size, num_labels)
     place, of_classes = head_of(backbone)[0], part_of_classes(backbone)
     if config.random_features is not None:
         _insert_random_features(backbone, config, config.random_features, generator)
@@ -132,7 +133,8 @@ def _of_parties(
     """A network for each party, drawn one after another; ``weights`` is a file with all of them."""
     alone = replace(config, parties=None, input_size=config.input_size // 2)
     each = [build_backbone(alone, num_labels, generator) for _ in range(config.parties or 0)]
-    _check_side(together := PartyNetworks(each), f"{config.arch} for {len(each)} parts", config.input_size)
+    arch = f"{config.arch} for {len(each)} parts"
+    check_size(together := PartyNetworks(each), arch, config.input_size, num_labels)
     if weights is not None:
         load_weights(together, None, config.arch, *read_weights(config.arch, weights))
     return together
@@ -153,24 +155,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
     try:
         return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))
     except AssertionError as fault:  # the side is no multiple of the patch size
-        raise _wrong_side(arch, config.input_size, fault) from fault
-
-
-@torch.no_grad()
-def _check_side(backbone: nn.Module, arch: str, input_size: int) -> None:
-    """Refuse images that are too small for the network or do not have the size that it needs."""
-    try:
-        backbone(torch.zeros(1, 3, input_size, input_size))
-    except (RuntimeError, AssertionError, ValueError) as fault:
-        raise _wrong_side(arch, input_size, fault) from fault
-
-
-def _wrong_side(arch: str, input_size: int, fault: Exception) -> ValueError:
-    reason = str(fault).partition("\n")[0].rstrip("!.")
-    return ValueError(
-        f"{arch} cannot take images of {input_size} x {input_size} pixels ({reason}): "
-        "choose another model.input_size"
-    )
+        raise wrong_side(arch, config.input_size, fault) from fault
 
 
 def _insert_bottleneck(

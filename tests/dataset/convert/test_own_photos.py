@@ -186,3 +186,37 @@ def test_photos_turned_by_exif_are_counted_or_stand_upright(
         assert file.read_own(split, np.array([row]))[0].shape[:2] == ((40, 20) if upright else (20, 40))
         if storage == "jpeg" and not upright:
             assert bytes(file.reader.stored(split, np.array([row]))[0]) == photo.read_bytes()
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw"])
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_images_of_16_bits_that_use_few_of_them_are_warned_of(
+    form: str, storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As cameras of 10 bits, and microscopes, write them."""
+    for number in NUMBERS:
+        levels = np.full((8, 8), 1000 + number, np.uint16)
+        path = tmp_path / "own" / "bob" / label_of(number) / f"{number}.{form.lower()}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(levels).save(path, form)
+    convert(f"folder --images {tmp_path / 'own'} {DEAL} --storage {storage}", tmp_path / "f.hdf5")
+    said = capsys.readouterr().err
+    assert f"12 {form} of 16 bits" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("WARNING: ")]
+    assert "the 12 images of 16 bits use only the lowest 10, so they are nearly black" in line
+    assert "multiply their values by 64 and convert them again" in line
+    Image.fromarray(np.full((8, 8), 65_535, np.uint16)).save(tmp_path / "own" / "bob" / "cat" / "white.tiff")
+    convert(f"folder --images {tmp_path / 'own'} {DEAL} --storage {storage}", tmp_path / "g.hdf5")
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_images_that_are_left_out_are_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_folder(tmp_path / "own", NUMBERS)
+    for name in "abcd":
+        (root / "bob" / "cat" / f"{name}.jpg").write_bytes(b"" if name == "a" else b"x")
+    convert(f"folder --images {root} {DEAL} --on_bad_image skip", tmp_path / "f.hdf5")
+    no_image = "it is not a JPEG, PNG, WebP, GIF, BMP or TIFF image"
+    said = f"bob/cat/a.jpg (it is empty), bob/cat/b.jpg ({no_image}), bob/cat/c.jpg ({no_image}) and 1 more"
+    assert f"\n4 of 16 images are left out, which cannot be used: {said}\n" in capsys.readouterr().err

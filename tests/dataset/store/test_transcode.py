@@ -76,6 +76,10 @@ def grey16(pixels: ByteArray) -> bytes:
     return saved(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "PNG")
 
 
+def tiff16(pixels: ByteArray) -> bytes:
+    return saved(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "TIFF", compression="tiff_lzw")
+
+
 def rgb16(pixels: ByteArray) -> bytes:
     """Pillow does not write these: signature, IHDR, IDAT, IEND."""
     height, width, _ = pixels.shape
@@ -103,6 +107,7 @@ MAKERS: dict[str, tuple[Make, str]] = {
     "rgba": (rgba, "PNG, laid over white"),
     "grey16": (grey16, "PNG of 16 bits"),
     "rgb16": (rgb16, "PNG of 16 bits"),
+    "tiff16": (tiff16, "TIFF of 16 bits"),
 }
 
 
@@ -185,7 +190,7 @@ def mixed() -> list[Record]:
 
 COUNTS = {
     "BMP": 1, "TIFF": 1, "GIF": 1, "GIF, its first frame": 1, "PNG": 3, "PNG of 16 bits": 2,
-    "PNG, laid over white": 1, "WebP": 1,
+    "PNG, laid over white": 1, "WebP": 1, "TIFF of 16 bits": 1,
 }  # fmt: skip
 
 
@@ -198,9 +203,11 @@ def test_a_source_of_many_formats_is_preprocessed_and_says_what_it_did(
     words = [f"--source={folder}", f"--output_file={output}", f"--storage={storage}", "--jpeg_quality=90"]
     assert run(main, words + ([f"--image_size={SIDE}"] if storage == "raw" else [])) == 0
     validate(output)
-    line = next(one for one in capsys.readouterr().err.splitlines() if one.startswith("11 images become "))
+    said = capsys.readouterr().err
+    line = next(one for one in said.splitlines() if one.startswith("12 images become "))
     assert ("become JPEGs of quality 90" in line) == (storage == "jpeg")
     assert all(f"{count} {note}" in line for note, count in COUNTS.items())
+    assert "WARNING" not in said
     with DataFile(output) as file:
         transcoded = file.provenance["transcoded"]
         assert (transcoded["images"], transcoded["background"]) == (COUNTS, "white")

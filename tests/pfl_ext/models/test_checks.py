@@ -1,0 +1,66 @@
+"""Networks that do not fit the data, or the values that were given for them, are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pfl_ext.models.checks import check_groups
+from pfl_ext.models.classifier import build_backbone
+from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.small import NETWORKS
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    NETWORKS.names()
+    monkeypatch.setattr(NETWORKS, "_things", dict(NETWORKS._things))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("more", [-1, 0, 12])
+def test_a_network_with_other_outputs_than_classes_is_refused(more: int) -> None:
+    @NETWORKS.register("of_other_outputs")
+    def of_other_outputs(num_labels: int, input_size: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * input_size**2, num_labels + more))
+
+    def build() -> nn.Module:
+        return build_backbone(ModelConfig("of_other_outputs", 8), 5, torch.Generator().manual_seed(0))
+
+    if not more:
+        assert build()(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
+        return
+    said = (
+        f"^model.arch is of_other_outputs, which has {5 + more} outputs, but there are 5 classes: give its "
+    )
+    with pytest.raises(ValueError, match=said):
+        build()
+
+
+@pytest.mark.usefixtures("registered")
+def test_masks_of_other_classes_are_refused() -> None:
+    def of_pixels(num_labels: int, input_size: int) -> nn.Module:
+        return nn.Conv2d(3, num_labels + 1, 1)
+
+    of_pixels.outputs = "pixels"  # type: ignore[attr-defined]
+    NETWORKS.register("of_pixels")(of_pixels)
+    with pytest.raises(ValueError, match="which has 6 outputs, but there are 5 classes"):
+        build_backbone(ModelConfig("of_pixels", 8), 5, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("arch", "refused"),
+    [("lenet", True), ("resnet18", False), ("scatternet", False), ("darts_search", False)],
+)
+def test_a_number_of_groups_is_refused_where_there_are_none(arch: str, refused: bool) -> None:
+    config = ModelConfig(arch, 32, groups=4)
+    backbone = build_backbone(config, 5, torch.Generator().manual_seed(0))
+    check_groups(backbone, ModelConfig(arch, 32))
+    if not refused:
+        check_groups(backbone, config)
+        return
+    said = "^model.groups is 4, but lenet has no GroupNorm: remove it, or set it to 32$"
+    with pytest.raises(ValueError, match=said):
+        check_groups(backbone, config)
