@@ -109,6 +109,7 @@ CALLS = [
     ("sweep", f"empty.yaml {LOCAL}", "parameters is missing"),
     ("sweep", f"metric.yaml {LOCAL}", "metric.name is 'C-AP': choose one of val/loss, val/C-AP"),
     ("sweep", f"unknown.yaml {LOCAL}", "metric.name is 'val/C-APP': choose one of"),
+    ("sweep", f"goal.yaml {LOCAL}", "metric.goal is minimize, but a higher val/C-AP is better: set it to"),
     ("sweep", f"good.yaml {LOCAL} --count=x", "count is 'x'"),
     ("sweep", f"good.yaml {LOCAL} --np=0", "np is '0'"),
     ("sweep", f"good.yaml {LOCAL} --run_dir=x", "--run_dir is set by the sweep itself: remove it from"),
@@ -143,7 +144,7 @@ CALLS = [
     ("compare", "whole --output_dir=gone", "--output_dir gone: the target of the link gone does not exist"),
     ("compare", "whole --output_dir=", "--output_dir is empty"),
     ("compare", "whole --target=x", "--target: invalid float value: 'x'"),
-    ("compare", "whole --target=nan", "--target is nan: give a percentage"),
+    ("compare", "whole --target=nan", "--target is nan: give a number"),
 ]
 
 
@@ -170,8 +171,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_run(top / "vision_cut", "cifar10-fedavg", 0, 40.0)
     (top / "vision_cut" / "metrics.jsonl").write_text("{")
     (top / "empty.yaml").write_text("")
-    for name, metric in (("good", "val/C-AP"), ("metric", "C-AP"), ("unknown", "val/C-APP")):
-        Path(written(top, RATES, metric={"name": metric})).rename(top / f"{name}.yaml")
+    metrics = {"good": "val/C-AP", "metric": "C-AP", "unknown": "val/C-APP"}
+    for name, metric in metrics.items():
+        goal = {"name": metric, "goal": "maximize"}
+        Path(written(top, RATES, metric=goal)).rename(top / f"{name}.yaml")
+    Path(written(top, RATES, metric={"name": "val/C-AP"})).rename(top / "goal.yaml")
     (top / "old").mkdir()
     (top / "old" / "sweep.json").write_text(json.dumps({"sweep": yaml.safe_load("a: 1")}))
     (top / "old" / "lock").touch()
