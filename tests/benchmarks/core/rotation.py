@@ -33,7 +33,7 @@ from pfl_ext.tasks.task import Task
 class Turn(Task):
     """Squared error of one output; targets ``[B, 1]`` are shares of the largest turn, -1 to 1."""
 
-    headline: ClassVar[tuple[str, ...]] = ("within a tenth",)
+    headline: tuple[str, ...] = ("within a tenth",)
 
     def augment(
         self, images: Tensor, targets: Tensor, crops: Tensor | None, framing: Framing
