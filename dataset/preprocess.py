@@ -250,9 +250,9 @@ def _say_dark(scan: Scan) -> None:
     bits = 8 + scan.highest.bit_length()
     if scan.deep and bits <= DARK:
         print(
-            f"WARNING: the {scan.deep:,} images of 16 bits use only the lowest {bits}, so they are nearly "
-            f"black in the file, which keeps the upper 8: multiply their values by {1 << 16 - bits:,} and "
-            "convert them again, and do the same with images that you predict",
+            f"WARNING: the {scan.deep:,} images of 16 bits use only the lowest {bits} bits, so they are "
+            f"nearly black in the file, which keeps the upper 8: multiply their values by {1 << 16 - bits:,} "
+            "and convert them again, and do the same with images that you predict",
             file=sys.stderr,
         )
 
@@ -264,9 +264,8 @@ def _say_left_out(scan: Scan) -> None:
     first = sorted(scan.faults)[:NAMES]
     listed = ", ".join(f"{scan.table['image_id'][row].as_py()} ({scan.faults[row]})" for row in first)
     more = f" and {len(scan.faults) - NAMES:,} more" if len(scan.faults) > NAMES else ""
-    are = "is" if len(scan.faults) == 1 else "are"
-    count = f"{len(scan.faults):,} of {len(scan.num_bytes):,} images {are} left out"
-    print(f"{count}, which cannot be used: {listed}{more}", file=sys.stderr)
+    count = f"left out, since they cannot be used: {len(scan.faults):,} of {len(scan.num_bytes):,} images"
+    print(f"{count}: {listed}{more}", file=sys.stderr)
 
 
 def _say_turned(scan: Scan, options: Options) -> None:

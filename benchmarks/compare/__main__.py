@@ -49,7 +49,7 @@ EXPLANATION = (
     "several. Scores are in percent. Runs of one group differ by their seed alone: config, data and first "
     "weights are the same."
 )
-UNITS = "That is of scores for which no unit is named; those of a task may have others."
+UNITS = "Scores that are shown without % are in units of their own."
 OTHER_WAY = (
     "Of a score that is the better the lower it is, the best decile ends at the 10th percentile, and the "
     "worst one begins at the 90th."

@@ -28,7 +28,7 @@ from benchmarks.core.config.digests import experiment_digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.disk import check_disk
-from benchmarks.core.experiment import SCORE_KINDS, Experiment
+from benchmarks.core.experiment import Experiment
 from benchmarks.core.extended import check_extension, extend
 from benchmarks.core.facts import dataset_facts, hardware, start_facts
 from benchmarks.core.features import Inputs, inputs_of
@@ -54,6 +54,7 @@ from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.dropout import LeftOut
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, merged
+from pfl_ext.tasks import score_kinds
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import connected, current, from_main, is_main
 
@@ -370,7 +371,7 @@ def _write_results(
         "seed": config.seed,
         "rounds": recorder.num_steps,
         "unit": recorder.unit,
-        **({SCORE_KINDS: declared} if (declared := kinds.declared) else {}),
+        **({score_kinds.KEY: declared} if (declared := kinds.declared) else {}),
         **scores,
         "wall_clock_s": round(recorder.progress.wall_clock, 3),
         "hardware": hardware(),

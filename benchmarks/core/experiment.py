@@ -37,8 +37,6 @@ from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.score_kinds import ScoreKinds
 from pfl_ext.tasks.task import Outputs, Task
 
-SCORE_KINDS = "score_kinds"
-"""The key of ``results.json`` for what a task declares of its scores, where it declares anything."""
 C = TypeVar("C", bound=TrainingConfig)
 
 
@@ -167,10 +165,8 @@ class Experiment(ABC, Generic[C]):
     @classmethod
     def score_kinds(cls, config: C, results: Tree | None = None) -> ScoreKinds:
         """How the scores of a run are read: as its results say, or else its task."""
-        declared = (results or {}).get(SCORE_KINDS)
-        if declared is not None:
-            return ScoreKinds.of(declared)
-        return cls.task_of(config, 2).score_kinds  # which no number of classes changes
+        # which no number of classes changes
+        return ScoreKinds.of(results or {}) or cls.task_of(config, 2).score_kinds
 
     def module(self) -> ImageClassifier:
         """The network before its first step, with outputs for each class."""

@@ -207,9 +207,9 @@ class Recorder:
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far.
 
-        Best is the least loss, or the greatest of any other column, or the least where the task declares that
-        lower is better. Of steps that score the same, the
-        earliest is kept, which is the model of the fewest updates.
+        Best is the lowest loss or other column of which the task declares that lower is better, and the
+        highest of any other. Of steps that score the same, the earliest is kept, which is the model of the
+        fewest updates.
         """
         task: Task = model.pytorch_model.task
         self._val = columns(task, metrics)

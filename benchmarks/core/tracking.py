@@ -29,7 +29,7 @@ from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting.tables import decimals_of, markdown_table
 from dataset.files import needed, write_json
-from pfl_ext.tasks.score_kinds import ScoreKinds
+from pfl_ext.tasks.score_kinds import USUAL, ScoreKinds
 from pfl_ext.workers.distributed import is_main
 
 Rows = Mapping[str, Mapping[str, float]]
@@ -176,7 +176,7 @@ class TensorBoardBackend:
     def finish(self, step: int, results: Tree, rows: Rows, directory: Path) -> None:
         """The final table as text, and the plots."""
         columns = columns_of(rows)
-        digits = decimals_of(rows.values(), columns, ScoreKinds.of(results.get("score_kinds", {})))
+        digits = decimals_of(rows.values(), columns, ScoreKinds.of(results) or USUAL)
         cells = [
             [name, *(f"{values[col]:.{n}f}" if col in values else "" for col, n in zip(columns, digits))]
             for name, values in rows.items()

@@ -62,14 +62,12 @@ def _trained_of(module: str, benchmark: Benchmark[Any]) -> AnyExperiment:
         ValueError: one line, when it does not say.
     """
     named: AnyExperiment | None = getattr(imported(module), "EXPERIMENT", None)
-    for known in [] if named else _trained_in(module):
+    if named is not None:
+        return named
+    for known in _trained_in(module):
         if known.benchmark is benchmark:
             return known.experiment()
-    if named is None:
-        raise ValueError(
-            f"{module} has no Experiment with this benchmark: set EXPERIMENT there to your class"
-        )
-    return named
+    raise ValueError(f"{module} has no Experiment with this benchmark: set EXPERIMENT there to your class")
 
 
 def _trained_in(module: str) -> Iterator[Known]:

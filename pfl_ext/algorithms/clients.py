@@ -22,7 +22,7 @@ from torch import Tensor
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.fedavg import FedAvg
-from pfl_ext.algorithms.personal_steps import Gradient, InPhases, Phase, steepest
+from pfl_ext.algorithms.personal_steps import Gradient, InPhases, Loss, Phase, steepest
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.user_images import UserImages
 from pfl_ext.engine.cpu.twin import CompiledTwin
@@ -66,20 +66,23 @@ class OwnSteps:
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """See `Trainer`."""
+        loss = None if self._loss is None else self._noted(self._loss, model)
+        self._steps.phases = [Phase(list(model.variable_map), loss=loss, gradient=self._gradient)]
+        return self._steps.simulate_one_user(model, user_dataset, central_context)
+
+    def _noted(self, own: UserLoss, model: PyTorchModel) -> Loss:
+        """The user's loss of a batch, which counts in the round's training loss."""
         module = model.pytorch_model
         received = {name: p.detach().clone() for name, p in model.variable_map.items()}
 
         def loss(*batch: Tensor) -> Tensor:
-            assert self._loss is not None
             noted = len(module.noted or ())
-            value = self._loss(module, received, *batch)
+            value = own(module, received, *batch)
             if module.noted is not None and len(module.noted) == noted:  # it did not go by `module.loss`
                 module.noted.append((value.detach().clone(), len(batch[0])))
             return value
 
-        chosen = None if self._loss is None else loss
-        self._steps.phases = [Phase(received, loss=chosen, gradient=self._gradient)]
-        return self._steps.simulate_one_user(model, user_dataset, central_context)
+        return loss
 
 
 class Clients:

@@ -28,9 +28,9 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import RunContext, register
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.personal_steps import steepest
+from pfl_ext.algorithms.personalised import ONLY_OF_COHORTS
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -46,8 +46,7 @@ class FedSam(ServerModelAlgorithm):
     """FedAvg with sharpness-aware steps; the state is the run's model with the server's optimiser."""
 
     options: ClassVar[type] = FedSamOptions
-    refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
-    idle_in_runtime: ClassVar[str] = "lanes fuse tune check_engine"
+    idle_in_runtime: ClassVar[str] = ONLY_OF_COHORTS
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)

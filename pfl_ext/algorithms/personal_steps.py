@@ -7,7 +7,6 @@ engine cannot make these steps.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -92,10 +91,12 @@ class Descent:
     def step(self, batch: Batch, noted: bool = True) -> None:
         """Make one step on a batch; ``noted``: whether its loss counts in the round's training loss."""
         ready, variables = self._model._prepare_batch(batch), list(self._variables.values())
-        asides = itertools.chain([contextlib.nullcontext()] if noted else [], itertools.repeat(None))
+        counts = noted
 
         def loss() -> Tensor:
-            with autocast_of(self._model), next(asides) or not_noted(self._model):
+            nonlocal counts
+            aside, counts = contextlib.nullcontext() if counts else not_noted(self._model), False
+            with autocast_of(self._model), aside:
                 return self._loss(*ready)
 
         for parameter, gradient in zip(variables, self._gradient(loss, variables)):

@@ -17,8 +17,8 @@ IMAGENET = "imagenet"
 SUFFIXES = (".pth", ".pt", ".safetensors")
 WRAPPERS = ("state_dict", "model")
 """Names under which training scripts save a network beside their optimiser."""
-PARALLEL = "module."
-"""What torch's DistributedDataParallel puts before every name."""
+PREFIXES = ("module.", "backbone.")
+"""What torch's DistributedDataParallel, and a model that a run of ours saved, put before every name."""
 
 
 def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
@@ -62,8 +62,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()
     ):
         raise ValueError(f"weights file {path} is not a mapping of names to tensors; save a state_dict")
-    parallel = all(name.startswith(PARALLEL) for name in tensors)
-    return {name.removeprefix(PARALLEL) if parallel else name: tensor for name, tensor in tensors.items()}
+    return dict(tensors)
 
 
 def load_weights(
@@ -77,8 +76,10 @@ def load_weights(
     Raises:
         ValueError: unless names and shapes are exactly the network's.
     """
-    if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
-        tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
+    for prefix in PREFIXES:
+        own = any(name.startswith(prefix) for name in backbone.state_dict())
+        if tensors and not own and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if isinstance(backbone, EncoderDecoder) and not any(name.startswith("encoder.") for name in tensors):
         if head is None:
             raise ValueError(f"{source} holds no decoder of {arch}: set model.keep_head to false")

@@ -10,6 +10,8 @@ from typing import Any
 LOSS = "loss"
 """The score that every task has: lower is better, and it has no unit."""
 PERCENT = "%"
+KEY = "score_kinds"
+"""The key of ``results.json`` for what a task declares of its scores, where it declares anything."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,10 @@ class ScoreKinds:
     units: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, declared: Mapping[str, Any]) -> ScoreKinds:
-        """From `declared`, as ``results.json`` keeps it."""
+    def of(cls, results: Mapping[str, Any]) -> ScoreKinds | None:
+        """From a ``results.json``; None where it says nothing."""
+        if (declared := results.get(KEY)) is None:
+            return None
         return cls(tuple(declared.get("lower_is_better", ())), dict(declared.get("units", {})))
 
     @property

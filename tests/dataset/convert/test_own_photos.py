@@ -203,7 +203,7 @@ def test_images_of_16_bits_that_use_few_of_them_are_warned_of(
     said = capsys.readouterr().err
     assert f"12 {form} of 16 bits" in said
     (line,) = [line for line in said.splitlines() if line.startswith("WARNING: ")]
-    assert "the 12 images of 16 bits use only the lowest 10, so they are nearly black" in line
+    assert "the 12 images of 16 bits use only the lowest 10 bits, so they are nearly black" in line
     assert "multiply their values by 64 and convert them again" in line
     Image.fromarray(np.full((8, 8), 65_535, np.uint16)).save(tmp_path / "own" / "bob" / "cat" / "white.tiff")
     convert(f"folder --images {tmp_path / 'own'} {DEAL} --storage {storage}", tmp_path / "g.hdf5")
@@ -219,4 +219,4 @@ def test_images_that_are_left_out_are_counted_and_named(
     convert(f"folder --images {root} {DEAL} --on_bad_image skip", tmp_path / "f.hdf5")
     no_image = "it is not a JPEG, PNG, WebP, GIF, BMP or TIFF image"
     said = f"bob/cat/a.jpg (it is empty), bob/cat/b.jpg ({no_image}), bob/cat/c.jpg ({no_image}) and 1 more"
-    assert f"\n4 of 16 images are left out, which cannot be used: {said}\n" in capsys.readouterr().err
+    assert f"\nleft out, since they cannot be used: 4 of 16 images: {said}\n" in capsys.readouterr().err
