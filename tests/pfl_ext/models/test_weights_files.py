@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pfl_ext.models.classifier import (
     ImageClassifier,
 )
-from pfl_ext.models.weights import read_weights
+from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.models.test_models import RESNET18, build
@@ -54,6 +54,18 @@ def test_what_a_training_script_saved_beside_its_optimiser_is_a_weights_file(
     plain = build(pretrained=True, weights=tmp_path / "plain.pth").state_dict()
     saved = build(pretrained=True, weights=tmp_path / "saved.pt").state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in plain.items())
+
+
+def test_a_network_whose_own_names_begin_so_keeps_them() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    network = Wrapped()
+    tensors = {name: tensor + 1 for name, tensor in network.state_dict().items()}
+    load_weights(network, None, "wrapped", tensors, "w.pth")
+    assert torch.equal(network.module.weight, tensors["module.weight"])
 
 
 @pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
