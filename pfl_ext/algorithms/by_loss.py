@@ -32,9 +32,7 @@ from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
-from pfl_ext.evaluation import autocast_of
-from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import current
 
@@ -113,7 +111,7 @@ class ByLoss(ServerModelAlgorithm):
         with self.clients.dealt(users, number) as mine:
             self.context.users.set_round(number)
             for place in mine:
-                found[place] = torch.tensor(self._loss(int(users[place])), dtype=torch.float64)
+                found[place] = torch.tensor(self.clients.loss_of(int(users[place])), dtype=torch.float64)
         self._gather(found)
         if not found.isfinite().all():
             found_loss = f"the loss of a user in round {number} is {float(found.sum()):g}"
@@ -125,17 +123,6 @@ class ByLoss(ServerModelAlgorithm):
         if (workers := current()) is not None:
             there = table.to(self.context.model.pytorch_model.mean.device)
             table.copy_(workers.all_reduce([there])[0])
-
-    def _loss(self, user: int) -> tuple[float, float]:
-        """A user's mean loss and its number of images."""
-        model = self.context.model
-        module: ImageClassifier = model.pytorch_model
-        total, images = 0.0, 0
-        for batch in self.context.users.user_dataset(user).once():
-            with torch.no_grad(), autocast_of(model), not_noted(model):
-                total += float(module.loss(*model._prepare_batch(batch))) * len(batch[0])
-            images += len(batch[0])
-        return (total / images if images else 0.0), float(images)
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """A user receives the trained variables, and sends an update and its loss."""

@@ -26,9 +26,10 @@ from pfl_ext.algorithms.personal_steps import Gradient, InPhases, Loss, Phase, s
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.user_images import UserImages
 from pfl_ext.engine.cpu.twin import CompiledTwin
+from pfl_ext.evaluation import autocast_of
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.privacy.central import is_private
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted, refuse
 from pfl_ext.workers.distributed import apart, begin_work, current
 
 Weights = dict[str, Tensor]
@@ -217,6 +218,21 @@ class Clients:
         alone = np.array([user], np.int64)
         update, metrics = self._trained(weights, alone, number, number if draws is None else draws)
         return update, torch.tensor(_counts(metrics))
+
+    @torch.no_grad()
+    def loss_of(self, user: int) -> tuple[float, int]:
+        """A user's mean loss at the run's model's weights, and its number of images; 0 and 0 without images.
+
+        The images are those of its training in the round that the users were last set to (`set_round`), each
+        once.
+        """
+        model, total, images = self._context.model, 0.0, 0
+        for batch in self._context.users.user_dataset(user).once():
+            with autocast_of(model), not_noted(model):
+                loss = model.pytorch_model.loss(*model._prepare_batch(batch))
+            total += float(loss) * len(batch[0])
+            images += len(batch[0])
+        return (total / images if images else 0.0), images
 
     def server_step(self, weights: Mapping[str, Tensor], mean: Mapping[str, Tensor], number: int) -> float:
         """Make a step of the server's optimiser on a mean update; the run's model has the result.
