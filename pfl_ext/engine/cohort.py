@@ -189,9 +189,11 @@ class CohortEngine:
 
     def _fuses(self, local: LocalTraining, scaling: ScalesUpdates | None) -> bool:
         """Whether one-step users share a pass. With weight decay an update is not a multiple of a clipped
-        gradient, whose norm alone is known; a correction is each user's own.
+        gradient, whose norm alone is known; nor is it a sum of gradients with Adam; a correction is each
+        user's own.
         """
-        return self._fusable and not (local.weight_decay and scaling is not None) and local.correction is None
+        alone = local.correction is not None or local.adaptive is not None
+        return self._fusable and not alone and not (local.weight_decay and scaling is not None)
 
     def _fitting(self, tasks: Sequence[Task], local: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""

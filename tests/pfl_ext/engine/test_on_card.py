@@ -39,6 +39,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "pfl's": {"clipping": "global"},
     "no clipping": {"clipping": "none"},
     "momentum and decay": {"momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"adam": "adam", "weight_decay": 0.01, "clipping": "none"},
+    "AdamW": {"adam": "adamw", "weight_decay": 0.5},
     "FedProx": {"mu": 0.1},
     "FedNova": {"nova": True},
     "SCAFFOLD in the gradient": {"scaffold": ("II", "gradient")},
@@ -113,6 +115,7 @@ def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
         ({"clipping": "none"}, True),
         ({"head_rate": 4.0, "momentum": 0.9, "weight_decay": 0.01}, False),
         ({"scaffold": ("II", "step")}, False),
+        ({"adam": "adamw", "head_rate": 4.0, "weight_decay": 0.5}, True),
     ],
 )
 def test_a_card_records_its_steps_once_for_the_rates_of_all_rounds(
