@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torchvision.models import resnet18
 
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.selfcheck import CPU_LIMIT, PATHS, CheckOnCpu, SelfCheck
-from tests.pfl_ext.engine.setting import Setting, distance, private
+from tests.pfl_ext.engine.setting import LABELS, Setting, distance, private
 
 SIZES = [3, 1, 9, 2, 0, 5]
 
@@ -31,6 +33,24 @@ def test_bfloat16_may_be_as_far_off_as_pfls_own() -> None:
     assert check.outcome is not None
     assert check.outcome["path"] == 0
     assert CPU_LIMIT < check.outcome["limit"] < 0.5
+
+
+def test_steps_that_magnify_rounding_are_checked_by_steps_that_do_not() -> None:
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return resnet18(num_classes=LABELS, norm_layer=lambda channels: nn.GroupNorm(32, channels))
+
+    def setting(check: SelfCheck | None = None) -> Setting:
+        adam: dict[str, Any] = {"adam": "adamw", "epsilon": 1e-8, "learning_rate": 1e-3}
+        return Setting([9, 1], clipping="none", backbone=network, check=check, **adam)
+
+    check = CheckOnCpu()
+    ours = setting(check).run(True)[0]
+    assert check.outcome is not None
+    assert check.outcome["path"] == 0
+    assert check.outcome["deviation"] < CPU_LIMIT / 10
+    assert distance(ours, setting().run(False)[0]) > CPU_LIMIT, "their own steps could not be compared"
+    assert distance(ours, setting().run(True)[0]) == 0, "the check leaves no trace in the round"
 
 
 def wrong_steps(patch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,8 @@ class Setting:
     weight_decay: float = 0.0
     adam: Literal["adam", "adamw"] | None = None
     """Not None: in the place of SGD."""
+    epsilon: float = 1e-3
+    """Adam's; the usual 1e-8 makes a step of lr of what is only a gradient's rounding."""
     head_rate: float = 1.0
     rates: Sequence[float] = ()
     """Learning rates of the rounds; empty: `learning_rate` in all."""
@@ -221,7 +223,7 @@ class Setting:
         steps = LocalSGDConfig(
             optimizer=self.adam or "sgd",
             momentum=self.momentum,
-            epsilon=1e-3,  # the usual 1e-8 makes a step of lr of what is only a gradient's rounding
+            epsilon=self.epsilon,
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_norm if self.clipping == "variable" else None,
             clip_by="variable",
