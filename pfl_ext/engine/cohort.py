@@ -188,9 +188,8 @@ class CohortEngine:
         return grouped(members, self.arrangement.images, self._fuses(local, scaling), self._max_users)
 
     def _fuses(self, local: LocalTraining, scaling: ScalesUpdates | None) -> bool:
-        """Whether one-step users share a pass. With weight decay an update is not a multiple of a clipped
-        gradient, whose norm alone is known; nor is it a sum of gradients with Adam; a correction is each
-        user's own.
+        """Whether one-step users share a pass. With Adam, or with weight decay, an update is no multiple of a
+        clipped gradient, whose norm alone is known; a correction is each user's own.
         """
         alone = local.correction is not None or local.adaptive is not None
         return self._fusable and not alone and not (local.weight_decay and scaling is not None)
