@@ -56,13 +56,12 @@ class LocalSGDConfig(DecayConfig):
 
         The groups of ``params`` already contain `head_rate_factor` (`ImageClassifier.rate_groups`).
         """
-        kind: type[torch.optim.Optimizer]
-        if self.optimizer == "sgd":
-            kind, more = torch.optim.SGD, {"momentum": self.momentum}
-        else:
+        kind: type[torch.optim.Optimizer] = torch.optim.SGD
+        more: dict[str, Any] = {"momentum": self.momentum}
+        if self.optimizer != "sgd":
             betas, decoupled = (self.beta1, self.beta2), self.optimizer == "adamw"
-            more = {"betas": betas, "eps": self.epsilon, "decoupled_weight_decay": decoupled}
             kind = torch.optim.Adam
+            more = {"betas": betas, "eps": self.epsilon, "decoupled_weight_decay": decoupled}
         if self.max_grad_norm is not None and self.clip_by == "variable":
             kind, more = CLIPPED[kind], more | {"max_norm": self.max_grad_norm, "foreach": True}
         return kind(params, lr=lr, weight_decay=self.weight_decay, **more)
@@ -102,7 +101,10 @@ class PerVariableClippedAdam(_ClipsEach, torch.optim.Adam):
     """Adam or AdamW that first clips each variable's gradient."""
 
 
-CLIPPED = {torch.optim.SGD: PerVariableClippedSGD, torch.optim.Adam: PerVariableClippedAdam}
+CLIPPED: dict[type[torch.optim.Optimizer], type[_ClipsEach]] = {
+    torch.optim.SGD: PerVariableClippedSGD,
+    torch.optim.Adam: PerVariableClippedAdam,
+}
 """The optimisers that the engine knows, and each as it first clips each variable's gradient."""
 
 

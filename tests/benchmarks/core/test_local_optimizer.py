@@ -25,7 +25,8 @@ RATE = 2.0**-10
 
 def after_one_step(train: Train, name: str, *argv: str) -> dict[str, Tensor]:
     rate = f"--local.learning_rate={RATE}"
-    return load_file(train(*ONE_STEP, rate, *argv, name=name) / "model.safetensors")
+    found: dict[str, Tensor] = load_file(train(*ONE_STEP, rate, *argv, name=name) / "model.safetensors")
+    return found
 
 
 def test_a_first_step_is_as_long_for_every_weight_that_has_a_gradient(train: Train) -> None:
