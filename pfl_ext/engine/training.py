@@ -56,7 +56,7 @@ class LocalSGDConfig(DecayConfig):
 
         The groups of ``params`` already contain `head_rate_factor` (`ImageClassifier.rate_groups`).
         """
-        kind: type[torch.optim.Optimizer] = torch.optim.SGD
+        kind: Any = torch.optim.SGD
         more: dict[str, Any] = {"momentum": self.momentum}
         if self.optimizer != "sgd":
             betas, decoupled = (self.beta1, self.beta2), self.optimizer == "adamw"
@@ -64,7 +64,7 @@ class LocalSGDConfig(DecayConfig):
             more = {"betas": betas, "eps": self.epsilon, "decoupled_weight_decay": decoupled}
         if self.max_grad_norm is not None and self.clip_by == "variable":
             kind, more = CLIPPED[kind], more | {"max_norm": self.max_grad_norm, "foreach": True}
-        return kind(params, lr=lr, weight_decay=self.weight_decay, **more)
+        return kind(params, lr=lr, weight_decay=self.weight_decay, **more)  # type: ignore[no-any-return]
 
     @property
     def global_max_grad_norm(self) -> float | None:
