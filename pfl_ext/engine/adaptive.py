@@ -15,7 +15,7 @@ from torch import Tensor
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.training import Adaptive
 
-PIECE = 1 << 15
+PIECE = 2**18
 """Numbers that are worked on at once on a CPU, so that m, v and g stay in a core's cache."""
 
 
@@ -46,8 +46,6 @@ class Moments:
             first: whether this is a user's first step.
         """
         if first:
-            for tensor in (self._m, self._v):
-                tensor.zero_()
             self._powers.fill_(1.0)
         for power, beta in zip(self._powers, (adam.beta1, adam.beta2)):
             power.mul_(beta)
@@ -55,8 +53,12 @@ class Moments:
         torch._foreach_copy_(self._views, list(gradients))
         pieces = (torch.split(vector, self._length) for vector in (self._m, self._v, self._g))
         for m, v, g in zip(*pieces):
-            m.lerp_(g, 1 - adam.beta1)
-            v.mul_(adam.beta2).addcmul_(g, g, value=1 - adam.beta2)
+            if first:
+                torch.mul(g, 1 - adam.beta1, out=m)
+                torch.mul(g, g, out=v).mul_(1 - adam.beta2)
+            else:
+                m.lerp_(g, 1 - adam.beta1)
+                v.mul_(adam.beta2).addcmul_(g, g, value=1 - adam.beta2)
             torch.sqrt(v, out=g)
             g.div_(rest_of_squares.sqrt()).add_(adam.epsilon)
             torch.div(m, g, out=g)
