@@ -109,7 +109,9 @@ class LocalSweep:
         self, sweep: Sweep, tree: Tree, words: Sequence[str], directory: Path, options: Options
     ) -> None:
         self.sweep, self.words, self.directory, self.options = sweep, list(words), directory, options
-        self._devices = (options.devices or "auto").split(",")
+        self._devices = [name.strip() for name in (options.devices or "auto").split(",")]
+        if "" in self._devices:
+            raise ValueError(f"--devices is {options.devices!r}: name devices with a comma between them")
         self._num_workers = options.workers or len(self._devices)
         most = len(sweep.grid()) if sweep.method == "grid" else sys.maxsize
         self.total = min(most, sweep.run_cap or most, options.count or most)

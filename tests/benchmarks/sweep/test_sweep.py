@@ -142,7 +142,7 @@ def test_a_sweep_without_a_file_draws_the_mini_set_first(
 
 
 def test_trials_run_side_by_side_on_their_own_devices(doubled: Callable[..., LocalSweep]) -> None:
-    sweep = doubled(FOUR, together=2, workers=2, devices="cpu:0,cpu:1")
+    sweep = doubled(FOUR, together=2, workers=2, devices="cpu:0, cpu:1")
     sweep.run()
     devices = [device for trial in starts(sweep) for device in trial]
     assert sorted(devices[:2]) == ["cpu:0", "cpu:1"]  # the first two are open at once
@@ -155,6 +155,11 @@ def test_trials_run_side_by_side_on_their_own_devices(doubled: Callable[..., Loc
     for device in ("cpu:0", "cpu:1"):
         own = sorted(span for span, on in zip(spans, devices, strict=True) if on == device)
         assert all(ended <= started for (_, ended), (started, _) in itertools.pairwise(own))
+
+
+def test_a_device_without_a_name_is_refused(doubled: Callable[..., LocalSweep]) -> None:
+    with pytest.raises(ValueError, match=r"--devices is 'cuda:0,': name devices with a comma between them"):
+        doubled(FOUR, devices="cuda:0,")
 
 
 def test_a_trial_is_a_fork_that_leaves_nothing_behind(doubled: Callable[..., LocalSweep]) -> None:
