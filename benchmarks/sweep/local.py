@@ -64,6 +64,11 @@ def status_of(trial: FrozenTrial) -> str:
     return DIVERGED if trial.user_attrs.get(DIVERGED) else STATUS.get(trial.state, "running")
 
 
+def number_of(trial: FrozenTrial | Trial) -> str:
+    """A trial's number in three digits, or more from 1,000 on: the first part of its name."""
+    return str(trial.user_attrs["name"]).partition("-")[0]
+
+
 def read_values(path: Path, metric: str) -> list[tuple[int, float]]:
     """``(step, value)`` of a metric in a ``metrics.jsonl``, whose last line may be only half there."""
     out = []
@@ -178,11 +183,9 @@ class LocalSweep:
 
     def _start(self, trial: Trial) -> None:
         worker = min(set(range(self._num_workers)) - self._active.keys())
-        words, name = self.training_words(trial, worker), trial.user_attrs["name"]
-        log = self.directory / "logs" / f"{name[:3]}.log"
-        print(
-            f"trial {name[:3]} of {self.total} starts: {' '.join(command_words(trial.user_attrs['point']))}"
-        )
+        words, number = self.training_words(trial, worker), number_of(trial)
+        log = self.directory / "logs" / f"{number}.log"
+        print(f"trial {number} of {self.total} starts: {' '.join(command_words(trial.user_attrs['point']))}")
         process = TrialProcess(self.sweep.program_module, words, self.run_dir(trial), log, self.options.np)
         self._active[worker] = trial, process
 
@@ -216,7 +219,7 @@ class LocalSweep:
         status = status_of(self.study.get_trials(deepcopy=False)[trial.number])
         best = f", best {self.sweep.ranking.name} {self._best(values):.4g}" if values else ""
         why = f": {fault}" if status in ("failed", DIVERGED) else ""
-        print(f"trial {trial.user_attrs['name'][:3]} {status}{best}{why}", flush=True)
+        print(f"trial {number_of(trial)} {status}{best}{why}", flush=True)
         self._write(self.rows())
 
     def _diverged(self, trial: Trial) -> None:
@@ -262,9 +265,9 @@ class LocalSweep:
             self.report()
         failed = [trial for trial in self.trials() if trial.state == TrialState.FAIL]
         if failed:
-            name, message = failed[0].user_attrs["name"], failed[0].user_attrs["message"]
+            number, message = number_of(failed[0]), failed[0].user_attrs["message"]
             raise ValueError(
-                f"{len(failed)} of {len(self.trials())} trials failed, trial {name[:3]}: {message}"
+                f"{len(failed)} of {len(self.trials())} trials failed, trial {number}: {message}"
             )
         rows = self.rows()
         diverged = sum(row.status == DIVERGED for row in rows)
@@ -287,7 +290,7 @@ class LocalSweep:
             seconds = [value for _, value in read_values(run_dir / "metrics.jsonl", "seconds")]
             out.append(
                 Row(
-                    int(run_dir.name[:3]),
+                    int(number_of(trial)),
                     trial.user_attrs["point"],
                     status_of(trial),
                     score,

@@ -280,6 +280,23 @@ def test_a_search_makes_as_many_different_trials_as_asked_for(
     assert next(whole.sweep.candidates(0, 0, []))[1] == points[0]
 
 
+def test_trials_from_1000_on_have_numbers_of_their_own(
+    doubled: Callable[..., LocalSweep], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trial 1000 was trial 100 in table, messages and log."""
+    sweep = doubled(RATES, fails=0.3)
+    for name, rate in (("100-a", 0.01), ("1000-b", 0.3)):
+        point = {"local.learning_rate": rate}
+        sweep._add(point, {"point": point, "digest": name, "name": name})
+    with pytest.raises(ValueError, match="trial 1000: no luck today"):
+        sweep.run()
+    assert [row.number for row in sweep.rows()] == [100, 1000]
+    assert sorted(path.name for path in (sweep.directory / "logs").iterdir()) == ["100.log", "1000.log"]
+    said = capsys.readouterr().out
+    assert "trial 1000 of 2 starts: " in said
+    assert "trial 1000 failed" in said
+
+
 def test_a_small_space_is_not_tried_twice(doubled: Callable[..., LocalSweep]) -> None:
     sweep = doubled(RATES, method="random", run_cap=9)
     assert sorted(row.point["local.learning_rate"] for row in sweep.run()) == [0.01, 0.3]
