@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import optuna
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.digests import short_digest
-from benchmarks.core.config.trees import Tree, differences
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.own_code import own_code
 from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
 from benchmarks.sweep.report import Row, best_row, draw_trials, other_models, over_seeds, table, write_tables
 from benchmarks.sweep.space import Sweep, command_words
+from benchmarks.sweep.study import open_study, telling
 from dataset.cli import cores
 from dataset.files import OWN
 from pfl_ext.configs import STRICT
@@ -79,39 +78,29 @@ def read_values(path: Path, metric: str) -> list[tuple[int, float]]:
     return out
 
 
-def open_study(directory: Path, sweep: Sweep, identity: Tree) -> optuna.Study:
-    """The trials so far, in a directory that belongs to this process.
+class LocalSweep:
+    """The trials of a sweep, in a directory that belongs to this process.
+
+    Args:
+        sweep: what is tried.
+        tree: its file.
+        words: the training's arguments that all trials share.
+        directory: of the sweep.
+        options: of its command.
+        content: what the files behind ``words`` hold, by which a later call knows that it is the same sweep.
 
     Raises:
         ValueError: for a directory of another sweep, or one that cannot be read.
     """
-    path = directory / "study.journal"
-    Path(f"{path}.lock").unlink(missing_ok=True)  # of a process that was killed while it wrote
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)  # what a power failure left of the last line
-    try:
-        study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(path))),
-            study_name="sweep",
-            direction=sweep.ranking.goal,
-            pruner=sweep.early_terminate.pruner() if sweep.early_terminate else optuna.pruners.NopPruner(),
-            load_if_exists=True,
-        )
-        known = study.user_attrs.get("sweep")
-    except (ValueError, LookupError, TypeError, AssertionError) as fault:
-        raise ValueError(f"{path} is damaged ({fault!r}): choose another --sweep_dir") from fault
-    if known is None:
-        study.set_user_attr("sweep", identity)
-    elif changed := differences(known, identity):
-        raise ValueError(f"{directory} has another sweep ({'; '.join(changed)}): choose another --sweep_dir")
-    return study
-
-
-class LocalSweep:
-    """The trials of a sweep, in a directory that belongs to this process."""
 
     def __init__(
-        self, sweep: Sweep, tree: Tree, words: Sequence[str], directory: Path, options: Options
+        self,
+        sweep: Sweep,
+        tree: Tree,
+        words: Sequence[str],
+        directory: Path,
+        options: Options,
+        content: Tree | None = None,
     ) -> None:
         self.sweep, self.words, self.directory, self.options = sweep, list(words), directory, options
         self._devices = [name.strip() for name in (options.devices or "auto").split(",")]
@@ -122,7 +111,7 @@ class LocalSweep:
         self.total = min(most, sweep.run_cap or most, options.count or most)
         self._best = max if sweep.ranking.goal == "maximize" else min
         kept = {key: value for key, value in tree.items() if key != "run_cap"}  # it may be raised later
-        identity = {"sweep": kept, "words": self.words, "seed": options.sweep_seed}
+        identity = {"sweep": kept, "words": telling(words), "seed": options.sweep_seed, **(content or {})}
         identity |= {"own_code": found} if (found := own_code()) else {}
         self.study = open_study(directory, sweep, json.loads(json.dumps(identity)))
         self._active: dict[int, tuple[Trial, TrialProcess]] = {}
