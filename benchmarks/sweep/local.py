@@ -39,6 +39,8 @@ from pfl_ext.tasks.ranking import Diverged
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
 DIVERGED = "diverged"
 """The status of a trial whose model diverged."""
+GIVEN_UP = "given_up"
+"""Says of a trial that it was compared with others and asked to stop."""
 RUNG = "completed_rung_"
 """What optuna's successive halving calls the values that trials are compared by."""
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -116,6 +118,8 @@ class LocalSweep:
         self.study = open_study(directory, sweep, json.loads(json.dumps(identity)))
         self._active: dict[int, tuple[Trial, TrialProcess]] = {}
         """The trials that are being trained, by their worker."""
+        self._half_finished: list[FrozenTrial] = []
+        """The trials that an earlier call has begun and that are to go on."""
 
     def trials(self) -> list[FrozenTrial]:
         """The last attempt at each trial, in the order of their numbers."""
@@ -188,6 +192,7 @@ class LocalSweep:
                 if step not in known:
                     trial.report(best, step)
                     if alive and rule.compares(step) and trial.should_prune():
+                        trial.set_user_attr(GIVEN_UP, True)  # also after an interruption
                         process.stop()
         return not alive
 
@@ -227,7 +232,12 @@ class LocalSweep:
         Raises:
             ValueError: at the end, when trials failed, or none has finished; they are reported all the same.
         """
-        self._half_finished = [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
+        for trial in self.trials():
+            if trial.state == TrialState.RUNNING:
+                if trial.user_attrs.get(GIVEN_UP) and not (self.run_dir(trial) / "results.json").exists():
+                    self.study.tell(trial.number, state=TrialState.PRUNED)
+                else:
+                    self._half_finished.append(trial)
         for trial in self.trials():
             if trial.state == TrialState.FAIL:
                 self._add(trial.params, {**trial.user_attrs, "message": ""})
