@@ -109,7 +109,7 @@ class LocalSweep:
         if "" in self._devices:
             raise ValueError(f"--devices is {options.devices!r}: name devices with a comma between them")
         self._num_workers = options.workers or len(self._devices)
-        most = len(sweep.grid()) if sweep.method == "grid" else sys.maxsize
+        most = sweep.grid_size() if sweep.method == "grid" else sys.maxsize
         self.total = min(most, sweep.run_cap or most, options.count or most)
         self._best = max if sweep.ranking.goal == "maximize" else min
         kept = {key: value for key, value in tree.items() if key != "run_cap"}  # it may be raised later
@@ -120,6 +120,8 @@ class LocalSweep:
         """The trials that are being trained, by their worker."""
         self._half_finished: list[FrozenTrial] = []
         """The trials that an earlier call has begun and that are to go on."""
+        self._ended: dict[int, Row] = {}
+        """The rows of trials that have ended, by optuna's number."""
 
     def trials(self) -> list[FrozenTrial]:
         """The last attempt at each trial, in the order of their numbers."""
@@ -278,29 +280,34 @@ class LocalSweep:
         return rows
 
     def rows(self) -> list[Row]:
-        """The trials as the table has them."""
-        out = []
-        for trial in self.trials():
-            run_dir, values = self.run_dir(trial), self.values(trial)
-            scored = values and status_of(trial) != DIVERGED
-            step, score = self._best(values, key=lambda pair: pair[1]) if scored else (None, None)
-            path = run_dir / "results.json"
-            results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            seconds = [value for _, value in read_values(run_dir / "metrics.jsonl", "seconds")]
-            out.append(
-                Row(
-                    int(number_of(trial)),
-                    trial.user_attrs["point"],
-                    status_of(trial),
-                    score,
-                    step,
-                    results.get("test", {}).get(self.sweep.experiment.headline[0]),
-                    results.get("wall_clock_s") or sum(seconds) or None,
-                    str(run_dir.relative_to(self.directory)),
-                    results.get("best_step"),
-                )
-            )
-        return out
+        """The trials as the table has them; the files of one that has ended are read once."""
+        return [self._row(trial) for trial in self.trials()]
+
+    def _row(self, trial: FrozenTrial) -> Row:
+        if trial.number in self._ended:
+            return self._ended[trial.number]
+        run_dir = self.run_dir(trial)
+        values, seconds = (
+            read_values(run_dir / "metrics.jsonl", name) for name in (self.sweep.ranking.name, "seconds")
+        )
+        scored = values and status_of(trial) != DIVERGED
+        step, score = self._best(values, key=lambda pair: pair[1]) if scored else (None, None)
+        path = run_dir / "results.json"
+        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        row = Row(
+            int(number_of(trial)),
+            trial.user_attrs["point"],
+            status_of(trial),
+            score,
+            step,
+            results.get("test", {}).get(self.sweep.experiment.headline[0]),
+            results.get("wall_clock_s") or sum(value for _, value in seconds) or None,
+            str(run_dir.relative_to(self.directory)),
+            results.get("best_step"),
+        )
+        if trial.state.is_finished():
+            self._ended[trial.number] = row
+        return row
 
     def _write(self, rows: Sequence[Row]) -> str:
         """Write the tables; the text of ``table.md``."""

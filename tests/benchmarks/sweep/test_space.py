@@ -48,7 +48,9 @@ def test_every_trial_of_a_shipped_sweep_is_the_run_that_was_asked_for(name: str,
     """Predecessors 14: parameters of a sweep were ignored, so that all its runs were the same run."""
     sweep, _, _ = read_sweep(name)
     words = training_words(sweep, scale)
-    points = sweep.grid() if sweep.method == "grid" else [draw(sweep, n) for n in range(sweep.run_cap or 0)]
+    points = (
+        list(sweep.grid()) if sweep.method == "grid" else [draw(sweep, n) for n in range(sweep.run_cap or 0)]
+    )
     configs = [sweep.experiment.benchmark.parse([*words, *command_words(point)]).config for point in points]
     assert len({short_digest(config) for config in configs}) == len(points) >= 10
     for config, point in zip(configs, points):
@@ -72,6 +74,18 @@ def test_a_grid_is_every_combination_in_the_order_of_the_file(tmp_path: Path) ->
     ]
     assert sorted(got) == sorted(tuple(sorted(point.items())) for point in wanted)
     assert list(read_sweep(file)[0].space) == ["local.num_epochs", "server.learning_rate"]
+
+
+def test_the_rest_of_a_grid_is_not_listed_for_each_trial(tmp_path: Path) -> None:
+    """All 1,000,000 points were listed again for each trial, which took 250 MB."""
+    sweep, _, _ = read_sweep(written(tmp_path, {"seed": {"min": 1, "max": 10**6}}))
+    assert sweep.grid_size() == 10**6
+    assert next(sweep.grid(7)) == {"seed": 8}
+    tracemalloc.start()
+    assert next(sweep.candidates(0, 999, []))[1] == {"seed": 1000}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8e7, "the numbers themselves"
 
 
 def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import FLAIR
 from benchmarks.sweep.command import main
-from benchmarks.sweep.local import LocalSweep
+from benchmarks.sweep.local import LocalSweep, read_values
 from dataset.cli import run
 from tests.benchmarks.sweep.conftest import RATES
 from tests.benchmarks.sweep.test_space import COMMAND
@@ -100,3 +100,22 @@ def test_a_sweep_of_an_earlier_version_goes_on(call: Call, tmp_path: Path) -> No
         assert call()[0] == wanted
     change(tmp_path / "data.hdf5")
     assert call()[0] == 2, "noted from then on"
+
+
+def test_the_files_of_an_ended_trial_are_read_once(
+    doubled: Callable[..., LocalSweep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were read again at the end of each other trial."""
+    read: list[str] = []
+
+    def counted(path: Path, metric: str) -> list[tuple[int, float]]:
+        if metric == "seconds":
+            read.append(path.parent.name)
+        return read_values(path, metric)
+
+    monkeypatch.setattr("benchmarks.sweep.local.read_values", counted)
+    sweep = doubled({"local.learning_rate": {"values": [0.1, 0.2, 0.3]}})
+    rows = sweep.run()
+    assert sorted(read) == [sweep.run_dir(trial).name for trial in sweep.trials()]
+    sweep._ended.clear()
+    assert sweep.rows() == rows
