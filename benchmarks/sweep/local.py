@@ -331,7 +331,7 @@ class LocalSweep:
 
     def _again(self, rows: Sequence[Row]) -> str | None:
         """The command that trains with the config of the best trial that has finished, if there is one."""
-        best = best_row(rows, self.sweep.ranking)
+        best = best_row(rows, self.sweep.ranking, whole=self.sweep.method == "grid")
         if best is None:
             return None
         benchmark = self.sweep.experiment.benchmark
