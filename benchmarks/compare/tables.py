@@ -154,8 +154,12 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
     rows = []
     for place, at in reaching.items():
         line = lines[place]
-        found = [along[axis].get(place) for axis in axes]
-        cells = [NONE if each is None or not len(at) else amount(float(each.x[at[0]])) for each in found]
+        cells = [
+            amount(float(each.x[at[0]]))
+            if each is not None and len(at) and each.is_of_runs_of(line)
+            else NONE
+            for each in (along[axis].get(place) for axis in axes)
+        ]
         rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])
     why = "as asked for" if target is not None else "which all groups reach"
     unit = comparison.unit(score)
