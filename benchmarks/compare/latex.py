@@ -23,8 +23,8 @@ from pfl_ext.tasks.multi_label_scores import shown
 from pfl_ext.tasks.score_kinds import decimals, labelled
 
 BOLD = (
-    "Bold: the best mean of those with the same data, partition, image sizes, images held out from training, "
-    "and number of seeds."
+    "Bold: the best mean of those with the same data, classes, partition, image sizes, images held out from "
+    "training, and number of seeds."
 )
 WORST = ("worst decile", "worst decile ends", "worst decile begins")
 """The names of measures of the worst tenth of the users: its mean, and the score at its other edge."""
