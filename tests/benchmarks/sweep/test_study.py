@@ -31,7 +31,7 @@ def call(
     command[command.index("--config=fl-r-17")] = f"--config={config}"
     doubled(RATES, command=command)
     shutil.copy(mini_file, tmp_path / "data.hdf5")
-    fixed = ("--local=true", f"--data_path={tmp_path / 'data.hdf5'}", f"--sweep_dir={tmp_path / 'sweep'}")
+    fixed = ("--local=true", f"--data_path={tmp_path / 'data.hdf5'}", f"--sweep_dir={tmp_path / 'found'}")
 
     def called(*words: str) -> tuple[int, str]:
         code = run(main, [str(tmp_path / "sweep.yaml"), *fixed, *words])
@@ -49,7 +49,7 @@ def change(path: Path) -> None:
 
 def noted(folder: Path, change: Callable[[Tree], Tree]) -> None:
     """Change what a sweep's journal says of the sweep."""
-    journal = folder / "sweep" / "study.journal"
+    journal = folder / "found" / "study.journal"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     for line in lines:
         if "sweep" in line.get("user_attr", {}):
@@ -92,7 +92,7 @@ def test_a_sweep_of_an_earlier_version_goes_on(call: Call, tmp_path: Path) -> No
     code, said = call()
     assert code == 0
     assert "starts" not in said
-    results = next((tmp_path / "sweep").glob("trials/000*/results.json"))
+    results = next((tmp_path / "found").glob("trials/000*/results.json"))
     tree = json.loads(results.read_text())
     noted(tmp_path, earlier)
     for sha256, wanted in (("a" * 64, 2), (None, 0)):
