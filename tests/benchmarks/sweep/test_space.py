@@ -77,15 +77,15 @@ def test_a_grid_is_every_combination_in_the_order_of_the_file(tmp_path: Path) ->
 
 
 def test_the_rest_of_a_grid_is_not_listed_for_each_trial(tmp_path: Path) -> None:
-    """All 1,000,000 points were listed again for each trial, which took 250 MB."""
-    sweep, _, _ = read_sweep(written(tmp_path, {"seed": {"min": 1, "max": 10**6}}))
-    assert sweep.grid_size() == 10**6
+    """All points were listed again for each trial: 250 MB for the 1,000,000 that are allowed."""
+    sweep, _, _ = read_sweep(written(tmp_path, {"seed": {"min": 1, "max": 10**5}}))
+    assert sweep.grid_size() == 10**5
     assert next(sweep.grid(7)) == {"seed": 8}
     tracemalloc.start()
     assert next(sweep.candidates(0, 999, []))[1] == {"seed": 1000}
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 8e7, "the numbers themselves"
+    assert peak < 8e6, "the numbers themselves"
 
 
 def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:
