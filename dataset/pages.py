@@ -138,10 +138,10 @@ def bars(title: str, counts: Mapping[str, int], colour: int = 0) -> Html:
 def bytes_in_words(number: float) -> str:
     """``1.25 MB``, by powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(number) < 1000:
+        if abs(number) < 999.5:  # which rounds to 1000
             return f"{number:.0f} B" if unit == "B" else f"{number:.3g} {unit}"
         number /= 1000
-    return f"{number:,.3g} TB" if number < 1000 else f"{number:,.0f} TB"
+    return f"{number:.3g} TB" if abs(number) < 999.5 else f"{number:,.0f} TB"
 
 
 def page(title: str, intro: object, body: Iterable[Html], style: str = "") -> str:

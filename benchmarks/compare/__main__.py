@@ -34,7 +34,7 @@ from benchmarks.compare.latex import latex, latex_classes, latex_crossed
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
-from benchmarks.reporting.tables import write_texts
+from benchmarks.reporting.tables import plain_names, write_texts
 from dataset import pages
 from dataset.cli import input_file, output_folder
 from dataset.cli import run as run_command
@@ -204,7 +204,8 @@ def main(argv: Sequence[str]) -> None:
     if found:
         labels = comparison.labels
         charts.png(found, labels, folder / "compare.png")
-        single = [path for chart in found for path in charts.single(chart, labels, folder / "charts")]
+        stems = [folder / "charts" / name for name in plain_names(chart.title for chart in found)]
+        single = [path for each in zip(found, stems) for path in charts.single(each[0], labels, each[1])]
         written += [folder / "compare.png", *single]
     names = sorted(path.relative_to(folder).as_posix() for path in written)
     for old in replaced - {*names}:

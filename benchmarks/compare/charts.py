@@ -269,14 +269,19 @@ def png(found: Sequence[Chart], labels: Sequence[str], path: Path) -> None:
     save(figure, path)
 
 
-def single(chart: Chart, labels: Sequence[str], folder: Path) -> list[Path]:
-    """Draw a chart by itself, as PNG and SVG, and without its title as PDF for a paper; their paths."""
+def single(chart: Chart, labels: Sequence[str], stem: Path) -> list[Path]:
+    """Draw a chart by itself, as PNG and SVG, and without its title as PDF for a paper; their paths.
+
+    Args:
+        chart: what is drawn.
+        labels: of the groups.
+        stem: the files' path without their suffix.
+    """
     figure = Figure(figsize=(WIDE, HIGH + 0.4), layout="constrained")
     axes = figure.subplots()
     _titled(axes, chart, labels)
     legend_below(figure, 1)
-    name = re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-")
-    paths = [*save_both(figure, folder / name), folder / f"{name}.pdf"]
+    paths = [*save_both(figure, stem), stem.with_name(f"{stem.name}.pdf")]
     axes.set_title("", loc="left")
     save(figure, paths[-1])
     return paths

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.measures import Measure
+from benchmarks.compare.measures import BY_CLASS, Measure
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.effects import reason_for
 from benchmarks.core.config.trees import Tree, as_word
@@ -88,9 +88,19 @@ class Group:
         return ours == theirs
 
     @property
+    def test_key(self) -> tuple[object, ...]:
+        """What says on which images and by which classes the runs are scored: only such scores can be tested.
+
+        The group has a run that has ended.
+        """
+        found = self.finished[0].outcome
+        classes = found.get("classes") or next((found[key] for key in BY_CLASS if found.get(key)), ())
+        return self.finished[0].data_key, *sorted(map(str, classes))
+
+    @property
     def images_key(self) -> tuple[object, ...]:
-        """What says which images the runs learn from, and at which size: the data and their partition, the
-        sizes of images and of the network's input, and which of a user's images are held out from training.
+        """What says which images the runs learn from, and at which size: `test_key`, the partition, the sizes
+        of images and of the network's input, and which of a user's images are held out from training.
 
         The group has a run that has ended.
         """
@@ -99,7 +109,7 @@ class Group:
         val_share = self.keys.get("data.val_share") if self.keys.get("data.scored") == "val" else None
         sizes = tuple(map(self.keys.get, SIZES))
         dealt = self.keys.get("data.partition")
-        return self.finished[0].data_key, *sizes, dealt, held_out, split_seed, val_share
+        return self.test_key, *sizes, dealt, held_out, split_seed, val_share
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -18,13 +17,14 @@ from benchmarks.core.code_version import commit
 from benchmarks.reporting import single_users
 from benchmarks.reporting.booktabs import Column, booktabs, escaped, with_maths
 from benchmarks.reporting.plots import MOST_CLASSES
+from benchmarks.reporting.tables import plain_names
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
 from pfl_ext.tasks.score_kinds import decimals, labelled
 
 BOLD = (
-    "Bold: the best mean of those with the same data, partition, image sizes, images held out from training, "
-    "and number of seeds."
+    "Bold: the best mean of those with the same data, classes, partition, image sizes, images held out from "
+    "training, and number of seeds."
 )
 WORST = ("worst decile", "worst decile ends", "worst decile begins")
 """The names of measures of the worst tenth of the users: its mean, and the score at its other edge."""
@@ -64,8 +64,8 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
         command: that made it, for a comment.
     """
     text, written = _head(comparison, command), partial(_written, comparison)
-    for score in judged_by(comparison):
-        name = shown(score)
+    names = [shown(score) for score in judged_by(comparison)]
+    for score, name, label in zip(judged_by(comparison), names, plain_names(names)):
         columns = [Column(escaped(table.key), [written(row) for row in table.rows])]
         for place, head in enumerate(table.columns):
             there = [(row, group) for row, group in enumerate(table.column(place)) if group is not None]
@@ -75,7 +75,7 @@ def latex_crossed(comparison: Comparison, table: Crossed, command: str) -> str:
             columns.append(Column(written(head), [texts.get(row, "--") for row in range(len(table.rows))]))
         said = [escaped(f"{on_test(comparison, score)}."), table.in_words(written)]
         said += _marks_in_words(comparison.groups, columns)
-        text += booktabs(columns, said, "-".join(re.findall("[a-z0-9]+", name.lower())))
+        text += booktabs(columns, said, label)
     return text
 
 

@@ -30,6 +30,11 @@ class Line:
     singles: Sequence[tuple[FloatArray, FloatArray]] = ()
     """Curves of runs that have not ended, each by itself."""
 
+    def is_of_runs_of(self, other: Line) -> bool:
+        """Whether this line of a group is of the same runs as another one, along another axis: their scores
+        are the same. Seconds or bytes may be known of only some runs."""
+        return self.n == other.n and np.array_equal(self.mean, other.mean)
+
 
 def by_steps(found: Curve) -> FloatArray:
     """Rounds, or epochs."""

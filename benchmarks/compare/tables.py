@@ -154,8 +154,12 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
     rows = []
     for place, at in reaching.items():
         line = lines[place]
-        found = [along[axis].get(place) for axis in axes]
-        cells = [NONE if each is None or not len(at) else amount(float(each.x[at[0]])) for each in found]
+        cells = [
+            amount(float(each.x[at[0]]))
+            if each is not None and len(at) and each.is_of_runs_of(line)
+            else NONE
+            for each in (along[axis].get(place) for axis in axes)
+        ]
         rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])
     why = "as asked for" if target is not None else "which all groups reach"
     unit = comparison.unit(score)
@@ -308,15 +312,15 @@ def privacy(comparison: Comparison) -> Html:
 
 
 def significance(comparison: Comparison) -> Html:
-    """Every two groups with at least two finished seeds each, on the same data, by Welch's t-test."""
+    """Every two groups of one `Group.test_key` with at least two finished seeds each, by Welch's t-test."""
     parts = [_tests(comparison, score) for score in comparison.headline]
     shown_parts = [part for part in parts if part]
     if not shown_parts:
         sizes = ", ".join(f"{group.label}: n = {len(group.finished)}" for group in comparison.groups)
         return tag(
             "p",
-            "No two groups have at least two finished seeds each on the same data, so nothing can be said "
-            f"about chance: one run can be lucky. Finished seeds: {sizes}.",
+            "No two groups have at least two finished seeds each on the same data and classes, so nothing "
+            f"can be said about chance: one run can be lucky. Finished seeds: {sizes}.",
         )
     note = (
         f"Differences of the means over seeds with {100 * CONFIDENCE:.0f} % confidence intervals, by Welch's "
@@ -332,15 +336,15 @@ def significance(comparison: Comparison) -> Html:
 
 def _tests(comparison: Comparison, score: str) -> Html:
     section, name = TEST, shown(score)
-    by_data: dict[str, dict[str, dict[int, float]]] = {}
+    alike: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
     for group in comparison.groups:
         if group.finished:
             values = comparison.by_seed(group, section, name)
-            by_data.setdefault(group.finished[0].data_key, {})[group.label] = values
+            alike.setdefault(group.test_key, {})[group.label] = values
     names = {group.label: name_of(comparison, group) for group in comparison.groups}
     unit = comparison.unit(score)
     shown_unit = "percentage points" if unit == PERCENT else unit
-    tests = [test for groups in by_data.values() for test in pairs(groups)]
+    tests = [test for groups in alike.values() for test in pairs(groups)]
     digits = 2 if unit == PERCENT else decimals(test.difference for test in tests)
     rows = [_test_cells(test, names, digits) for test in tests]
     heads = ["first", "second", "n", "first − second", "interval", "t", "df", "p", "Holm's p", "paired p"]

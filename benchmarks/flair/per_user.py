@@ -20,7 +20,7 @@ from torch import optim
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import pfl_device
-from benchmarks.core.experiment import build_model, data_of, trained_task
+from benchmarks.core.experiment import build_model, data_of, is_data_of, trained_task
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.paper import SCORES as REPORTED
 from benchmarks.flair.results import SPLIT, write_users
@@ -52,8 +52,14 @@ def evaluate(directory: Path, run: Run) -> Tree:
     model_file = directory / "model.safetensors"
     if not model_file.is_file():
         raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
-    config = run.config
-    with pfl_device(run.runtime.device), DataFile(run.data_path or data_of(directory) or "") as file:
+    config, path = run.config, run.data_path or data_of(directory)
+    if path is None:
+        raise ValueError(f"{directory} does not say where its data lies: give --data_path")
+    if is_data_of(directory, path) is False:
+        raise ValueError(
+            f"{path} has other data than {directory} learnt from: give the file of the run with --data_path"
+        )
+    with pfl_device(run.runtime.device), DataFile(path) as file:
         flair = Flair(run, file)
         task = flair.task
         names = list(record.outcome["per_class_ap"])

@@ -32,7 +32,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.core.commands import command_parser
 from benchmarks.core.execute import pfl_device
-from benchmarks.core.experiment import data_of
+from benchmarks.core.experiment import data_of, is_data_of
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_image, trained
 from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, mask_places
@@ -231,6 +231,11 @@ def main(argv: Sequence[str]) -> None:
         if options.user is not None or not options.images:
             if path == Path():
                 raise ValueError(f"{options.run_dir} does not say where its data lies: give --data_path")
+            if options.data_path is None and is_data_of(options.run_dir, path) is False:
+                raise ValueError(
+                    f"{path} has other data now than {options.run_dir} learnt from: give the file of the "
+                    "run, or this one, with --data_path"
+                )
             file = stack.enter_context(DataFile(path))
             known = file.provenance.get("category_ids", known)
         if options.user is not None:

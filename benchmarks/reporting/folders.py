@@ -12,27 +12,39 @@ from dataset.pages import clean
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run directories at or below these paths, each once, in order.
+    """The run directories at or below these paths, each once, in order; those behind links come last.
 
     Raises:
         ValueError: for a path that does not exist or holds no run.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             raise ValueError(f"{path} is not a folder: give run directories, or folders of them")
-        below = list(_walk(path))
+        below = [*_walk(path, follow=False), *_walk(path, follow=True)]
         if not below:
             raise ValueError(
                 f"{path} has no run (no config.yaml and no results.json in it or below it): give run "
                 "directories"
             )
-        found.update(dict.fromkeys(below))
-    return list(found)
+        for directory in below:
+            found.setdefault(directory.resolve(), directory)
+    return list(found.values())
 
 
-def _walk(top: Path) -> Iterator[Path]:
-    for where, names, files in os.walk(top):
+def _walk(top: Path, follow: bool) -> Iterator[Path]:
+    """The run directories in a folder.
+
+    Args:
+        top: the folder.
+        follow: also behind links, but for those to a folder that holds ``top``, and each folder once.
+    """
+    seen = {*top.resolve().parents}
+    for where, names, files in os.walk(top, followlinks=follow):
+        if (place := Path(where).resolve()) in seen:
+            names.clear()
+            continue
+        seen.add(place)
         if {"config.yaml", "results.json"} & set(files):
             names.clear()  # what lies inside a run is the run's
             yield Path(where)

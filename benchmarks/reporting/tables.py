@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -72,3 +74,13 @@ def spread(values: Sequence[float | None], digits: int = 1) -> str:
 def section(head: str, lines: Sequence[str]) -> list[str]:
     """The lines of a Markdown section: its head, and a bullet for each line; nothing without lines."""
     return [head, "", *(f"* {line}" for line in lines), ""] if lines else []
+
+
+def plain_names(titles: Iterable[str]) -> list[str]:
+    """A name of small letters, digits and hyphens for each title, as for a file; no two are the same."""
+    names = dict[str, None]()
+    for title in titles:
+        plain = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "unnamed"
+        numbered = (plain if number == 1 else f"{plain}-{number}" for number in itertools.count(1))
+        names[next(name for name in numbered if name not in names)] = None
+    return list(names)

@@ -28,6 +28,7 @@ from benchmarks.core.config.trees import build
 from benchmarks.core.tracking import has_wandb_key
 from benchmarks.sweep.local import LocalSweep, Options
 from benchmarks.sweep.space import Sweep, command_words, read_sweep
+from benchmarks.sweep.study import content_of
 from dataset.files import locked, needed
 
 SWEEP_ID = re.compile(r"[\w.-]+/[\w.-]+/\w+")
@@ -91,7 +92,7 @@ def local(name: str, options: Options, extra: Sequence[str]) -> None:
         options = dataclasses.replace(options, devices=",".join(f"cuda:{i}" for i in range(cuda)))
     refusal = f"{directory} is in use by another process: wait, or choose another --sweep_dir"
     with locked(directory / "lock", refusal):
-        LocalSweep(sweep, tree, words, directory, options).run()
+        LocalSweep(sweep, tree, words, directory, options, content_of(run, data_path)).run()
 
 
 def with_wandb(name: str, options: Options, extra: Sequence[str]) -> None:

@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import optuna
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.digests import short_digest
-from benchmarks.core.config.trees import Tree, differences
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.own_code import own_code
 from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
 from benchmarks.sweep.report import Row, best_row, draw_trials, other_models, over_seeds, table, write_tables
 from benchmarks.sweep.space import Sweep, command_words
+from benchmarks.sweep.study import open_study, telling
 from dataset.cli import cores
 from dataset.files import OWN
 from pfl_ext.configs import STRICT
@@ -40,6 +39,8 @@ from pfl_ext.tasks.ranking import Diverged
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
 DIVERGED = "diverged"
 """The status of a trial whose model diverged."""
+GIVEN_UP = "given_up"
+"""Says of a trial that it was compared with others and asked to stop."""
 RUNG = "completed_rung_"
 """What optuna's successive halving calls the values that trials are compared by."""
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -64,6 +65,11 @@ def status_of(trial: FrozenTrial) -> str:
     return DIVERGED if trial.user_attrs.get(DIVERGED) else STATUS.get(trial.state, "running")
 
 
+def number_of(trial: FrozenTrial | Trial) -> str:
+    """A trial's number in three digits, or more from 1,000 on: the first part of its name."""
+    return str(trial.user_attrs["name"]).partition("-")[0]
+
+
 def read_values(path: Path, metric: str) -> list[tuple[int, float]]:
     """``(step, value)`` of a metric in a ``metrics.jsonl``, whose last line may be only half there."""
     out = []
@@ -74,52 +80,48 @@ def read_values(path: Path, metric: str) -> list[tuple[int, float]]:
     return out
 
 
-def open_study(directory: Path, sweep: Sweep, identity: Tree) -> optuna.Study:
-    """The trials so far, in a directory that belongs to this process.
+class LocalSweep:
+    """The trials of a sweep, in a directory that belongs to this process.
+
+    Args:
+        sweep: what is tried.
+        tree: its file.
+        words: the training's arguments that all trials share.
+        directory: of the sweep.
+        options: of its command.
+        content: what the files behind ``words`` hold, by which a later call knows that it is the same sweep.
 
     Raises:
         ValueError: for a directory of another sweep, or one that cannot be read.
     """
-    path = directory / "study.journal"
-    Path(f"{path}.lock").unlink(missing_ok=True)  # of a process that was killed while it wrote
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)  # what a power failure left of the last line
-    try:
-        study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(path))),
-            study_name="sweep",
-            direction=sweep.ranking.goal,
-            pruner=sweep.early_terminate.pruner() if sweep.early_terminate else optuna.pruners.NopPruner(),
-            load_if_exists=True,
-        )
-        known = study.user_attrs.get("sweep")
-    except (ValueError, LookupError, TypeError, AssertionError) as fault:
-        raise ValueError(f"{path} is damaged ({fault!r}): choose another --sweep_dir") from fault
-    if known is None:
-        study.set_user_attr("sweep", identity)
-    elif changed := differences(known, identity):
-        raise ValueError(f"{directory} has another sweep ({'; '.join(changed)}): choose another --sweep_dir")
-    return study
-
-
-class LocalSweep:
-    """The trials of a sweep, in a directory that belongs to this process."""
 
     def __init__(
-        self, sweep: Sweep, tree: Tree, words: Sequence[str], directory: Path, options: Options
+        self,
+        sweep: Sweep,
+        tree: Tree,
+        words: Sequence[str],
+        directory: Path,
+        options: Options,
+        content: Tree | None = None,
     ) -> None:
         self.sweep, self.words, self.directory, self.options = sweep, list(words), directory, options
-        self._devices = (options.devices or "auto").split(",")
+        self._devices = [name.strip() for name in (options.devices or "auto").split(",")]
+        if "" in self._devices:
+            raise ValueError(f"--devices is {options.devices!r}: name devices with a comma between them")
         self._num_workers = options.workers or len(self._devices)
-        most = len(sweep.grid()) if sweep.method == "grid" else sys.maxsize
+        most = sweep.grid_size() if sweep.method == "grid" else sys.maxsize
         self.total = min(most, sweep.run_cap or most, options.count or most)
         self._best = max if sweep.ranking.goal == "maximize" else min
         kept = {key: value for key, value in tree.items() if key != "run_cap"}  # it may be raised later
-        identity = {"sweep": kept, "words": self.words, "seed": options.sweep_seed}
+        identity = {"sweep": kept, "words": telling(words), "seed": options.sweep_seed, **(content or {})}
         identity |= {"own_code": found} if (found := own_code()) else {}
         self.study = open_study(directory, sweep, json.loads(json.dumps(identity)))
         self._active: dict[int, tuple[Trial, TrialProcess]] = {}
         """The trials that are being trained, by their worker."""
+        self._half_finished: list[FrozenTrial] = []
+        """The trials that an earlier call has begun and that are to go on."""
+        self._ended: dict[int, Row] = {}
+        """The rows of trials that have ended, by optuna's number."""
 
     def trials(self) -> list[FrozenTrial]:
         """The last attempt at each trial, in the order of their numbers."""
@@ -176,11 +178,9 @@ class LocalSweep:
 
     def _start(self, trial: Trial) -> None:
         worker = min(set(range(self._num_workers)) - self._active.keys())
-        words, name = self.training_words(trial, worker), trial.user_attrs["name"]
-        log = self.directory / "logs" / f"{name[:3]}.log"
-        print(
-            f"trial {name[:3]} of {self.total} starts: {' '.join(command_words(trial.user_attrs['point']))}"
-        )
+        words, number = self.training_words(trial, worker), number_of(trial)
+        log = self.directory / "logs" / f"{number}.log"
+        print(f"trial {number} of {self.total} starts: {' '.join(command_words(trial.user_attrs['point']))}")
         process = TrialProcess(self.sweep.program_module, words, self.run_dir(trial), log, self.options.np)
         self._active[worker] = trial, process
 
@@ -194,6 +194,7 @@ class LocalSweep:
                 if step not in known:
                     trial.report(best, step)
                     if alive and rule.compares(step) and trial.should_prune():
+                        trial.set_user_attr(GIVEN_UP, True)  # also after an interruption
                         process.stop()
         return not alive
 
@@ -214,7 +215,7 @@ class LocalSweep:
         status = status_of(self.study.get_trials(deepcopy=False)[trial.number])
         best = f", best {self.sweep.ranking.name} {self._best(values):.4g}" if values else ""
         why = f": {fault}" if status in ("failed", DIVERGED) else ""
-        print(f"trial {trial.user_attrs['name'][:3]} {status}{best}{why}", flush=True)
+        print(f"trial {number_of(trial)} {status}{best}{why}", flush=True)
         self._write(self.rows())
 
     def _diverged(self, trial: Trial) -> None:
@@ -233,7 +234,12 @@ class LocalSweep:
         Raises:
             ValueError: at the end, when trials failed, or none has finished; they are reported all the same.
         """
-        self._half_finished = [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
+        for trial in self.trials():
+            if trial.state == TrialState.RUNNING:
+                if trial.user_attrs.get(GIVEN_UP) and not (self.run_dir(trial) / "results.json").exists():
+                    self.study.tell(trial.number, state=TrialState.PRUNED)
+                else:
+                    self._half_finished.append(trial)
         for trial in self.trials():
             if trial.state == TrialState.FAIL:
                 self._add(trial.params, {**trial.user_attrs, "message": ""})
@@ -260,9 +266,9 @@ class LocalSweep:
             self.report()
         failed = [trial for trial in self.trials() if trial.state == TrialState.FAIL]
         if failed:
-            name, message = failed[0].user_attrs["name"], failed[0].user_attrs["message"]
+            number, message = number_of(failed[0]), failed[0].user_attrs["message"]
             raise ValueError(
-                f"{len(failed)} of {len(self.trials())} trials failed, trial {name[:3]}: {message}"
+                f"{len(failed)} of {len(self.trials())} trials failed, trial {number}: {message}"
             )
         rows = self.rows()
         diverged = sum(row.status == DIVERGED for row in rows)
@@ -274,29 +280,34 @@ class LocalSweep:
         return rows
 
     def rows(self) -> list[Row]:
-        """The trials as the table has them."""
-        out = []
-        for trial in self.trials():
-            run_dir, values = self.run_dir(trial), self.values(trial)
-            scored = values and status_of(trial) != DIVERGED
-            step, score = self._best(values, key=lambda pair: pair[1]) if scored else (None, None)
-            path = run_dir / "results.json"
-            results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            seconds = [value for _, value in read_values(run_dir / "metrics.jsonl", "seconds")]
-            out.append(
-                Row(
-                    int(run_dir.name[:3]),
-                    trial.user_attrs["point"],
-                    status_of(trial),
-                    score,
-                    step,
-                    results.get("test", {}).get(self.sweep.experiment.headline[0]),
-                    results.get("wall_clock_s") or sum(seconds) or None,
-                    str(run_dir.relative_to(self.directory)),
-                    results.get("best_step"),
-                )
-            )
-        return out
+        """The trials as the table has them; the files of one that has ended are read once."""
+        return [self._row(trial) for trial in self.trials()]
+
+    def _row(self, trial: FrozenTrial) -> Row:
+        if trial.number in self._ended:
+            return self._ended[trial.number]
+        run_dir = self.run_dir(trial)
+        values, seconds = (
+            read_values(run_dir / "metrics.jsonl", name) for name in (self.sweep.ranking.name, "seconds")
+        )
+        scored = values and status_of(trial) != DIVERGED
+        step, score = self._best(values, key=lambda pair: pair[1]) if scored else (None, None)
+        path = run_dir / "results.json"
+        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        row = Row(
+            int(number_of(trial)),
+            trial.user_attrs["point"],
+            status_of(trial),
+            score,
+            step,
+            results.get("test", {}).get(self.sweep.experiment.headline[0]),
+            results.get("wall_clock_s") or sum(value for _, value in seconds) or None,
+            str(run_dir.relative_to(self.directory)),
+            results.get("best_step"),
+        )
+        if trial.state.is_finished():
+            self._ended[trial.number] = row
+        return row
 
     def _write(self, rows: Sequence[Row]) -> str:
         """Write the tables; the text of ``table.md``."""
@@ -320,7 +331,7 @@ class LocalSweep:
 
     def _again(self, rows: Sequence[Row]) -> str | None:
         """The command that trains with the config of the best trial that has finished, if there is one."""
-        best = best_row(rows, self.sweep.ranking)
+        best = best_row(rows, self.sweep.ranking, whole=self.sweep.method == "grid")
         if best is None:
             return None
         benchmark = self.sweep.experiment.benchmark

@@ -21,28 +21,48 @@ TINY = 1e-12
 MOST_VALUES = 1_000_000
 """Most values of a parameter with a step, and most points of a grid: they are listed."""
 LARGEST_INT = 2**53
+LARGEST_LOGARITHM = 700
+"""The largest that can be drawn: a float holds numbers up to e to the power of 709."""
+
+
+class NotGiven:
+    """Stands for a ``value`` that is not given, as null is a value."""
+
+
+USED = {
+    "constant": ("value",),
+    "categorical": ("values", "probabilities"),
+    "categorical_w_probabilities": ("values", "probabilities"),
+    "q_uniform": ("min", "max", "q"),
+    "q_log_uniform_values": ("min", "max", "q"),
+    "normal": ("mu", "sigma"),
+    "log_normal": ("mu", "sigma"),
+}
+"""The keys that a distribution uses; those that are not named here use ``min`` and ``max``."""
+KEYS = ("value", "values", "probabilities", "min", "max", "q", "mu", "sigma")
 
 
 @dataclass(frozen=True, config=STRICT)
 class Parameter:
-    """One entry of ``parameters``, with wandb's keys."""
+    """One entry of ``parameters``, with wandb's keys. A key that its distribution does not use is refused."""
 
-    value: Any = None
+    value: Any = NotGiven
     values: list[Any] | None = None
     probabilities: list[float] | None = None
     distribution: Distribution | None = None
     min: float | int | None = None
     max: float | int | None = None
     q: float | int | None = None
-    mu: float = 0.0
-    sigma: float = 1.0
+    mu: float | None = None
+    """None: 0."""
+    sigma: float | None = None
+    """None: 1."""
 
     def __post_init__(self) -> None:
         kind = self.kind
-        if kind.startswith("categorical") and not self.values:
-            raise ValueError("values is missing or empty")
-        if self.probabilities is not None and len(self.probabilities) != len(self.values or ()):
-            raise ValueError("there must be as many probabilities as values")
+        self._check_keys()
+        if kind.startswith("categorical"):
+            self._check_values()
         if "uniform" in kind:
             if self.min is None or self.max is None or not self.min < self.max:
                 raise ValueError(f"{kind} needs min and max, min the smaller")
@@ -56,13 +76,61 @@ class Parameter:
             raise ValueError(f"int_uniform needs numbers up to {LARGEST_INT}")
         if kind == "q_uniform" and ((self.max or 0) - (self.min or 0)) / (self.q or 1) > MOST_VALUES:
             raise ValueError(f"q_uniform has more than {MOST_VALUES:,} values: choose a larger q")
+        if self.sigma is not None and self.sigma <= 0:
+            raise ValueError(f"sigma is {self.sigma:g}: {kind} needs one above 0")
+        if kind in ("log_uniform", "log_normal") and max(map(abs, self._logarithms())) > LARGEST_LOGARITHM:
+            raise ValueError(
+                f"{kind} is given by logarithms, and those here are too large or too small: "
+                "log_uniform_values takes the numbers themselves"
+            )
+
+    def _check_keys(self) -> None:
+        """Refuse a missing value, keys without effect, and values that no config key takes."""
+        kind = self.kind
+        if kind == "constant" and self.value is NotGiven:
+            raise ValueError("value is missing: give value, values, or min and max")
+        given = [key for key in KEYS if getattr(self, key) is not (NotGiven if key == "value" else None)]
+        used = USED.get(kind, ("min", "max"))
+        if unused := [key for key in given if key not in used]:
+            raise ValueError(
+                f"{unused[0]} has no effect on a parameter that is {kind}, which uses {' and '.join(used)}: "
+                f"remove {unused[0]}, or set distribution to one that uses it"
+            )
+        if any(isinstance(value, (list, dict)) for value in (self.value, *(self.values or ()))):
+            raise ValueError("a value must be a number, a word, true, false or null, not a list or a mapping")
+
+    def _check_values(self) -> None:
+        """Refuse values that cannot be drawn."""
+        if not self.values:
+            raise ValueError("values is missing or empty")
+        shares = self.probabilities
+        if shares is None:
+            if self.kind == "categorical_w_probabilities":
+                raise ValueError(
+                    "probabilities is missing: categorical_w_probabilities needs one for each value"
+                )
+            return
+        if len(shares) != len(self.values):
+            raise ValueError("there must be as many probabilities as values")
+        if not all(share >= 0 for share in shares) or not 0 < math.fsum(shares) < math.inf:
+            raise ValueError("probabilities must be 0 or above, and one of them above 0")
+
+    def _logarithms(self) -> tuple[float, float]:
+        """The least and the greatest logarithm that can be drawn."""
+        if self.kind == "log_uniform":
+            return float(self.min or 0), float(self.max or 0)
+        x = self._normal()
+        return x.inv_cdf(TINY), x.inv_cdf(1 - TINY)
+
+    def _normal(self) -> NormalDist:
+        return NormalDist(self.mu or 0.0, 1.0 if self.sigma is None else self.sigma)
 
     @property
     def kind(self) -> Distribution:
         """The distribution, as wandb infers it where the file does not say."""
         if self.distribution is not None or self.values is not None:
             return self.distribution or "categorical"
-        if self.min is None or self.max is None:
+        if self.min is None and self.max is None:
             return "constant"
         return "int_uniform" if isinstance(self.min, int) and isinstance(self.max, int) else "uniform"
 
@@ -97,7 +165,7 @@ class Parameter:
         if self.kind.startswith("q_"):
             return _multiple(drawn, float(self.q or 1))
         if self.kind in ("normal", "log_normal"):
-            x = NormalDist(self.mu, self.sigma).inv_cdf(min(max(drawn, TINY), 1 - TINY))
+            x = self._normal().inv_cdf(min(max(drawn, TINY), 1 - TINY))
             return math.exp(x) if self.kind == "log_normal" else x
         if self.probabilities is None or self.values is None:
             return drawn

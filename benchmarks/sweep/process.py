@@ -22,6 +22,9 @@ from dataset.cli import SIGNALS, run
 from pfl_ext.checkpoint import sole_owner
 
 POLL_SECONDS, GRACE_SECONDS = 0.1, 30.0
+LAUNCHER_GRACE_SECONDS = 60.0
+"""Torchrun kills its workers 30 seconds after it was asked to stop. They have sessions of their own, and
+train on if torchrun itself is killed before."""
 
 
 class TrialProcess:
@@ -55,7 +58,8 @@ class TrialProcess:
         """Ask it to finish its round, write a checkpoint and stop."""
         if not self.stopping:
             self._process.terminate()
-            self._deadline = time.monotonic() + GRACE_SECONDS
+            grace = LAUNCHER_GRACE_SECONDS if self._several else GRACE_SECONDS
+            self._deadline = time.monotonic() + grace
 
     @property
     def stopping(self) -> bool:

@@ -35,6 +35,9 @@ SCALES = 8
 PAD = 0.06
 """What is left free at both ends of an axis, as a share of its height."""
 
+Point = tuple[str, ...]
+"""The values of a trial's parameters, but for the seed, in full."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -69,23 +72,33 @@ def table(
     sign = -1 if metric.goal == "maximize" else 1
     out = [["rank", "trial", *varied, f"best {metric.name}", "at", f"test {shown(headline)}", "test at",
             "status", "seconds", "run"]]  # fmt: skip
-    for rank, row in enumerate(
-        sorted(rows, key=lambda r: (r.score is None, sign * (r.score or 0.0), r.number)), 1
-    ):
+    ranked = sorted(rows, key=lambda r: (r.score is None, sign * (r.score or 0.0), r.number))
+    for rank, (row, cells) in enumerate(zip(ranked, _cells(ranked, varied)), 1):
         place, score, step = "", "", ""
         if row.score is not None:
             place, score, step = str(rank), f"{row.score:.4g}", str(row.step)
         test = "" if row.test is None else f"{row.test:.{digits}f}"
         tested = "" if row.test_step is None else str(row.test_step)
         seconds = "" if row.seconds is None else f"{row.seconds:.0f}"
-        out.append([place, f"{row.number:03d}", *_cells(row, varied), score, step, test, tested, row.status,
+        out.append([place, f"{row.number:03d}", *cells, score, step, test, tested, row.status,
                     seconds, row.run_dir])  # fmt: skip
     return out
 
 
-def _cells(row: Row, names: Sequence[str]) -> list[str]:
-    values = [row.point[name] for name in names]
-    return [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values]
+def _cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
+    """The values of each row; floats in six digits, but in full where two of a column would look the same."""
+    columns = []
+    for name in names:
+        values = [row.point[name] for row in rows]
+        words = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values]
+        alike = len(set(words)) < len(set(map(repr, values)))
+        columns.append(list(map(str, values)) if alike else words)
+    return list(map(list, zip(*columns))) if columns else [[] for _ in rows]
+
+
+def _point(row: Row) -> Point:
+    """What rows that differ only in their seed have in common."""
+    return tuple(repr(value) for name, value in row.point.items() if name != "seed")
 
 
 def _digits_on_test(rows: Sequence[Row], headline: str, kinds: ScoreKinds) -> int:
@@ -107,39 +120,48 @@ def over_seeds(
     names = [name for name in varied if name != "seed"]
     if len(names) == len(varied):
         return []
-    points: dict[tuple[str, ...], list[Row]] = {}
+    points: dict[Point, list[Row]] = {}
     for row in rows:
         if row.score is not None:
-            points.setdefault(tuple(_cells(row, names)), []).append(row)
+            points.setdefault(_point(row), []).append(row)
     sign = -1 if metric.goal == "maximize" else 1
     means = {point: sign * statistics.fmean(r.score or 0.0 for r in found) for point, found in points.items()}
     out = [["rank", *names, "n", f"mean best {metric.name}", "std", f"mean test {shown(headline)}", "std"]]
-    fell = {tuple(_cells(row, names)) for row in rows if row.status == "diverged"}
+    fell = {_point(row) for row in rows if row.status == "diverged"}
     digits = _digits_on_test(rows, headline, kinds)
-    for rank, point in enumerate(sorted(points, key=lambda each: (each in fell, means[each])), 1):
+    order = sorted(points, key=lambda each: (each in fell, means[each]))
+    cells = _cells([points[point][0] for point in order], names)
+    for rank, (point, words) in enumerate(zip(order, cells), 1):
         scores = [row.score for row in points[point]]
         tests = [row.test for row in points[point]]
         on_test = _mean_and_std(tests, f".{digits}f")
-        out.append([str(rank), *point, str(len(scores)), *_mean_and_std(scores, ".4g"), *on_test])
+        out.append([str(rank), *words, str(len(scores)), *_mean_and_std(scores, ".4g"), *on_test])
     return out
 
 
-def best_row(rows: Sequence[Row], metric: Metric) -> Row | None:
+def best_row(rows: Sequence[Row], metric: Metric, whole: bool = False) -> Row | None:
     """A finished trial of the best point, by its mean over seeds where seeds vary; None: no trial finished.
 
     A point of which a seed diverged is the best only where one did of all.
+
+    Args:
+        rows: the trials.
+        metric: that ranks them.
+        whole: choose among the points with the most finished seeds, as all points of a grid have the same.
     """
     sign = -1 if metric.goal == "maximize" else 1
-    points: dict[tuple[str, ...], list[Row]] = {}
-    fell = set[tuple[str, ...]]()
+    points: dict[Point, list[Row]] = {}
+    fell = {_point(row) for row in rows if row.status == "diverged"}
     for row in rows:
-        point = tuple(_cells(row, [name for name in row.point if name != "seed"]))
-        if row.status == "diverged":
-            fell.add(point)
-        elif row.status == "finished" and row.score is not None:
-            points.setdefault(point, []).append(row)
-    means = {point: sign * statistics.fmean(r.score or 0.0 for r in found) for point, found in points.items()}
-    best = min(means, key=lambda point: (point in fell, means[point]), default=None)
+        if row.status == "finished" and row.score is not None:
+            points.setdefault(_point(row), []).append(row)
+
+    def place(point: Point) -> tuple[bool, int, float]:
+        found = points[point]
+        mean = sign * statistics.fmean(row.score or 0.0 for row in found)
+        return point in fell, -len(found) if whole else 0, mean
+
+    best = min(points, key=place, default=None)
     return None if best is None else points[best][0]
 
 

@@ -129,8 +129,8 @@ class Sweep:
             return {name: CategoricalDistribution(list(p.options() or ())) for name, p in varied.items()}
         return {name: p.space() for name, p in varied.items()}
 
-    def grid(self) -> list[Tree]:
-        """Every combination, the last parameter fastest.
+    def _columns(self) -> list[Sequence[Any]]:
+        """The values of each parameter of a grid.
 
         Raises:
             ValueError: where a parameter has no finite list of values, and for too many points.
@@ -144,7 +144,20 @@ class Sweep:
             raise ValueError(
                 f"the grid has {points:,} points, more than {MOST_VALUES:,}: set method to random"
             )
-        return [dict(zip(self.parameters, values)) for values in itertools.product(*columns)]
+        return columns
+
+    def grid_size(self) -> int:
+        """How many points the grid has; raises as `grid` does."""
+        return math.prod(map(len, self._columns()))
+
+    def grid(self, first: int = 0) -> Iterator[Tree]:
+        """The combinations from number ``first`` on, the last parameter fastest; none is kept.
+
+        Raises:
+            ValueError: where a parameter has no finite list of values, and for too many points.
+        """
+        points = itertools.islice(itertools.product(*self._columns()), first, None)
+        return (dict(zip(self.parameters, values)) for values in points)
 
     def candidates(
         self, seed: int, number: int, trials: Sequence[FrozenTrial]
@@ -158,7 +171,7 @@ class Sweep:
         """
         space = self.space
         if self.method == "grid":
-            yield from (({name: point[name] for name in space}, point) for point in self.grid()[number:])
+            yield from (({name: point[name] for name in space}, point) for point in self.grid(number))
             return
         useful = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
         for attempt in range(MOST_DRAWS):
@@ -271,6 +284,6 @@ def _check(sweep: Sweep) -> None:
     if sweep.metric is None and (sweep.method == "bayes" or sweep.early_terminate):
         raise ValueError(f"metric is missing: {sweep.method} and hyperband need its name and goal")
     if sweep.method == "grid":
-        sweep.grid()
+        sweep.grid_size()
     elif sweep.run_cap is None:
         raise ValueError(f"run_cap is missing: set it to the number of trials that {sweep.method} makes")

@@ -324,9 +324,9 @@ def test_names_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """One chart alone is drawn by itself, as all have the same names beside them."""
     comparison, real, first = hostile(tmp_path, monkeypatch), charts.single, list[charts.Chart]()
 
-    def single(chart: charts.Chart, labels: Sequence[str], folder: Path) -> list[Path]:
+    def single(chart: charts.Chart, labels: Sequence[str], stem: Path) -> list[Path]:
         first.append(chart)
-        return real(chart, labels, folder) if len(first) == 1 else []
+        return real(chart, labels, stem) if len(first) == 1 else []
 
     monkeypatch.setattr(charts, "single", single)
     assert len(comparison.groups) == len(HOSTILE) + 1

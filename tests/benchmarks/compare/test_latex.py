@@ -166,7 +166,7 @@ def test_bold_is_the_best_of_equal_images_alone(argv: list[str], tmp_path: Path)
     text = latex(compare([tmp_path]), "x")
     (best,) = [row for row in rows_of(text)[1:] if r"\textbf" in row[2]]
     assert best[2] == rf"\textbf{{{score:.2f}}}"
-    assert "Bold: the best mean of those with the same data, partition, image sizes, " in text
+    assert "Bold: the best mean of those with the same data, classes, partition, image sizes, " in text
 
 
 def test_users_are_held_out_alike_where_none_of_their_images_is(tmp_path: Path) -> None:

@@ -62,6 +62,13 @@ def test_a_run_scores_its_users_and_a_finished_run_is_scored_alike(
     assert (directory / "plots" / "per_user.png").read_bytes().startswith(b"\x89PNG")
     assert run(main, [str(directory), "--local.learning_rate=1"]) == 2
     assert "only personal.*, runtime.* and data_path" in capsys.readouterr().err
+    (directory / "results.json").write_text(json.dumps(results | {"data_sha256": "a" * 64}))
+    assert run(main, [str(directory), f"--data_path={results['dataset']}"]) == 2
+    line = (
+        f"error: {results['dataset']} has other data than {directory} learnt from: give the file of the run"
+    )
+    assert capsys.readouterr().err.startswith(line), "its per_user.json was replaced by scores on other data"
+    assert tree(directory / "per_user.json") == per_user
 
 
 def test_scoring_users_does_not_change_the_model_or_its_columns(train: Train) -> None:

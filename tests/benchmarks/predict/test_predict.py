@@ -365,3 +365,18 @@ def test_a_file_that_appears_while_predicting_is_not_replaced(
     assert list(tmp_path.iterdir()) == [output]
     assert run(main, [*words, "--overwrite"]) == 0
     assert output.read_text().startswith("user,")
+
+
+def test_a_data_file_that_has_changed_is_used_only_if_it_is_named(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed, output = tmp_path / "changed", tmp_path / "p.csv"
+    shutil.copytree(labelled, changed)
+    (changed / "results.json").write_text(json.dumps(results(labelled) | {"data_sha256": "a" * 64}))
+    capsys.readouterr()
+    assert run(main, [str(changed), f"--output={output}"]) == 2
+    data = results(labelled)["dataset"]
+    assert capsys.readouterr().err.startswith(
+        f"error: {data} has other data now than {changed} learnt from: "
+    )
+    assert run(main, [str(changed), f"--data_path={data}", f"--output={output}"]) == 0

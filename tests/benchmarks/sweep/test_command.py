@@ -127,6 +127,11 @@ def test_a_local_sweep_needs_no_command(
     assert "| finished |" in (tmp_path / "s" / "table.md").read_text()
 
 
+def test_a_device_without_a_name_is_refused(doubled: Callable[..., LocalSweep]) -> None:
+    with pytest.raises(ValueError, match=r"--devices is 'cuda:0,': name devices with a comma between them"):
+        doubled(RATES, devices="cuda:0,")
+
+
 def test_a_sweep_by_val_of_runs_that_follow_test_is_refused_before_any_trial(
     mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

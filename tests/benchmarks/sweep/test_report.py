@@ -104,6 +104,43 @@ def test_points_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None:
     assert (tmp_path / "over_seeds.csv").read_text().splitlines()[1] == "1,steady,3,61,1,61.00,1.00"
 
 
+def test_points_that_agree_in_six_digits_are_not_seeds_of_one() -> None:
+    """Their mean was ranked as that of one point with two seeds."""
+    rates = (0.012345671, 0.012345672, 0.5)
+    rows = [
+        Row(i, {"a": rate, "seed": 0}, "finished", 10.0 * i, 3, None, 1.0, "x")
+        for i, rate in enumerate(rates)
+    ]
+    metric = Metric("val/C-AP", "maximize")
+    (_, *means) = over_seeds(rows, ["a", "seed"], metric, "C-AP")
+    assert [line[1:4] for line in means] == [["0.5", "1", "20"], [str(rates[1]), "1", "10"],
+                                             [str(rates[0]), "1", "0"]]  # fmt: skip
+    assert [line[2] for line in table(rows, ["a"], metric, "C-AP")[1:]] == [
+        "0.5",
+        "0.012345672",
+        "0.012345671",
+    ]
+    assert table(rows[1:], ["a"], metric, "C-AP")[2][2] == "0.0123457"
+    best = best_row(rows[:2], metric)
+    assert best is not None
+    assert best.point["a"] == rates[1]
+
+
+def test_the_best_point_of_a_grid_has_all_its_seeds() -> None:
+    """One seed of three was as good as three where the others were not made yet, or were stopped."""
+    metric = Metric("val/C-AP", "maximize")
+    scores = {"whole": (50.0, 52.0), "begun": (60.0, None)}
+    rows = [
+        Row(seed, {"a": name, "seed": seed}, "finished" if score else "stopped", score, 3, None, 1.0, "x")
+        for name, values in scores.items()
+        for seed, score in enumerate(values)
+    ]
+    for whole, name in ((True, "whole"), (False, "begun")):
+        best = best_row(rows, metric, whole)
+        assert best is not None
+        assert best.point["a"] == name
+
+
 def test_no_line_of_the_picture_runs_along_its_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All axes are padded by one share of their height, and an axis of many values has few labels."""
     space = {

@@ -48,7 +48,9 @@ def test_every_trial_of_a_shipped_sweep_is_the_run_that_was_asked_for(name: str,
     """Predecessors 14: parameters of a sweep were ignored, so that all its runs were the same run."""
     sweep, _, _ = read_sweep(name)
     words = training_words(sweep, scale)
-    points = sweep.grid() if sweep.method == "grid" else [draw(sweep, n) for n in range(sweep.run_cap or 0)]
+    points = (
+        list(sweep.grid()) if sweep.method == "grid" else [draw(sweep, n) for n in range(sweep.run_cap or 0)]
+    )
     configs = [sweep.experiment.benchmark.parse([*words, *command_words(point)]).config for point in points]
     assert len({short_digest(config) for config in configs}) == len(points) >= 10
     for config, point in zip(configs, points):
@@ -72,6 +74,18 @@ def test_a_grid_is_every_combination_in_the_order_of_the_file(tmp_path: Path) ->
     ]
     assert sorted(got) == sorted(tuple(sorted(point.items())) for point in wanted)
     assert list(read_sweep(file)[0].space) == ["local.num_epochs", "server.learning_rate"]
+
+
+def test_the_rest_of_a_grid_is_not_listed_for_each_trial(tmp_path: Path) -> None:
+    """All points were listed again for each trial: 250 MB for the 1,000,000 that are allowed."""
+    sweep, _, _ = read_sweep(written(tmp_path, {"seed": {"min": 1, "max": 10**5}}))
+    assert sweep.grid_size() == 10**5
+    assert next(sweep.grid(7)) == {"seed": 8}
+    tracemalloc.start()
+    assert next(sweep.candidates(0, 999, []))[1] == {"seed": 1000}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8e6, "the numbers themselves"
 
 
 def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:
@@ -126,6 +140,8 @@ def test_known_values() -> None:
     assert Parameter(values=["a", None]).space() == CategoricalDistribution(["a", None])
     assert Parameter(distribution="q_uniform", min=10, max=100, q=25).options() == [0, 25, 50, 75, 100]
     assert Parameter(distribution="q_uniform", min=10, max=100, q=25).at(40.0) == 50
+    assert Parameter(value=None).options() == [None]
+    assert Parameter(distribution="normal").at(0.8413447) == pytest.approx(1, 1e-4)
     weighted = Parameter(values=["a", "b"], probabilities=[0.9, 0.1])
     assert [weighted.at(u) for u in (0, 0.89, 0.91, 1.0)] == ["a", "a", "b", "b"]
     assert Parameter(distribution="normal", mu=3, sigma=2).at(0.5) == pytest.approx(3)
@@ -139,6 +155,25 @@ def test_known_values() -> None:
         ({"x": {"valeus": [1]}}, {}, "parameters.x: there is no config key valeus; did you mean values?"),
         ({"x": {"parameters": {"y": {"value": 1}}}}, {}, "parameters.x: write a dotted key"),
         ({"x": {"values": []}}, {}, "x: values is missing or empty"),
+        ({"x": {}}, {}, "x: value is missing: give value, values, or min and max"),
+        ({"x": {"min": 3}}, {}, "x: uniform needs min and max"),
+        ({"x": {"value": 3, "values": [1, 2]}}, {}, "x: value has no effect on a parameter"),
+        ({"x": {"value": None, "values": [1, 2]}}, {}, "x: value has no effect on a parameter"),
+        (
+            {"x": {"values": [1, 2], "distribution": "uniform", "min": 5, "max": 9}},
+            {},
+            "x: values has no effect on a parameter that is uniform, which uses min and max: remove values",
+        ),
+        ({"x": {"min": 0, "max": 1, "q": 0.25}}, {}, "x: q has no effect on a parameter that is int_uniform"),
+        ({"x": {"value": 1, "mu": 2.0}}, {}, "x: mu has no effect on a parameter that is"),
+        ({"x": {"values": [1, 2], "probabilities": [-1, 2]}}, {}, "x: probabilities must be 0 or above"),
+        ({"x": {"values": [1, 2], "probabilities": [0, 0]}}, {}, "x: probabilities must be 0 or above"),
+        ({"x": {"values": [1], "distribution": "categorical_w_probabilities"}}, {}, "x: probabilities is"),
+        ({"x": {"distribution": "normal", "sigma": -1}}, {}, "x: sigma is -1: normal needs one above 0"),
+        ({"x": {"distribution": "log_uniform", "min": 0, "max": 1000}}, {}, "x: log_uniform is given by"),
+        ({"x": {"distribution": "log_normal", "mu": 900}}, {}, "x: log_normal is given by logarithms"),
+        ({"x": {"values": [[1], 2]}}, {}, "x: a value must be a number, a word, true, false or null"),
+        ({"x": {"value": {"y": 1}}}, {}, "x: a value must be a number, a word, true, false or null"),
         ({"x": {"min": 2, "max": 1}}, {}, "x: int_uniform needs min and max, min the smaller"),
         ({"x": {"min": 0, "max": 10**30}}, {}, "x: int_uniform needs numbers up to 9007199254740992"),
         ({"x": {"min": 0, "max": 10**9}}, {}, "the grid has 1,000,000,001 points, more than 1,000,000"),

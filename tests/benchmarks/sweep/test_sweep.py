@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -127,12 +128,18 @@ def test_a_trial_is_the_same_run_as_alone(killed_sweep: KilledSweep, mini_file: 
 
 
 def test_a_sweep_without_a_file_draws_the_mini_set_first(
-    doubled: Callable[..., LocalSweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    doubled: Callable[..., LocalSweep], mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 17.39: its trials were sent to a file of the mini set that nobody had drawn."""
     drawn: list[Path | None] = []
     doubled(RATES)  # trials take no time from here on
-    monkeypatch.setattr(DataSource, "ready", lambda self, asked, path: drawn.append(asked))
+
+    def ready(self: DataSource, asked: Path | None, path: Path) -> None:
+        drawn.append(asked)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(mini_file, path)
+
+    monkeypatch.setattr(DataSource, "ready", ready)
     monkeypatch.chdir(tmp_path)
     for data in ([], ["--data_path=mini"]):
         assert (
@@ -142,7 +149,7 @@ def test_a_sweep_without_a_file_draws_the_mini_set_first(
 
 
 def test_trials_run_side_by_side_on_their_own_devices(doubled: Callable[..., LocalSweep]) -> None:
-    sweep = doubled(FOUR, together=2, workers=2, devices="cpu:0,cpu:1")
+    sweep = doubled(FOUR, together=2, workers=2, devices="cpu:0, cpu:1")
     sweep.run()
     devices = [device for trial in starts(sweep) for device in trial]
     assert sorted(devices[:2]) == ["cpu:0", "cpu:1"]  # the first two are open at once
@@ -273,6 +280,23 @@ def test_a_search_makes_as_many_different_trials_as_asked_for(
     assert [trial.user_attrs["point"] for trial in whole.trials()[:3]] == points
     assert len({trial.user_attrs["digest"] for trial in whole.trials()}) == 5
     assert next(whole.sweep.candidates(0, 0, []))[1] == points[0]
+
+
+def test_trials_from_1000_on_have_numbers_of_their_own(
+    doubled: Callable[..., LocalSweep], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trial 1000 was trial 100 in table, messages and log."""
+    sweep = doubled(RATES, fails=0.3)
+    for name, rate in (("100-a", 0.01), ("1000-b", 0.3)):
+        point = {"local.learning_rate": rate}
+        sweep._add(point, {"point": point, "digest": name, "name": name})
+    with pytest.raises(ValueError, match="trial 1000: no luck today"):
+        sweep.run()
+    assert [row.number for row in sweep.rows()] == [100, 1000]
+    assert sorted(path.name for path in (sweep.directory / "logs").iterdir()) == ["100.log", "1000.log"]
+    said = capsys.readouterr().out
+    assert "trial 1000 of 2 starts: " in said
+    assert "trial 1000 failed" in said
 
 
 def test_a_small_space_is_not_tried_twice(doubled: Callable[..., LocalSweep]) -> None:
