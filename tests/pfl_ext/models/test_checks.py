@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,56 @@ def test_masks_of_other_classes_are_refused() -> None:
     NETWORKS.register("of_pixels")(of_pixels)
     with pytest.raises(ValueError, match="which has 6 outputs, but there are 5 classes"):
         build_backbone(ModelConfig("of_pixels", 8), 5, torch.Generator().manual_seed(0))
+
+
+class OwnHead(nn.Module):
+    """Features of a linear layer, and a head that is defined before it or after it."""
+
+    def __init__(self, head: nn.Module, first: bool) -> None:
+        super().__init__()
+        if first:
+            self.head = head
+        self.body = nn.Linear(3 * 8**2, 7)
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(self.body(x.flatten(1)))
+        return outputs
+
+
+class Similarity(nn.Module):
+    """A head that is no linear layer: cosines with a vector of each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cosine_similarity(x[:, None], self.weight[None], dim=2)
+
+
+@pytest.mark.usefixtures("registered")
+def test_another_layer_than_the_last_one_is_not_taken_for_the_head() -> None:
+    NETWORKS.register("head_last")(lambda labels, side: OwnHead(nn.Linear(7, labels), first=False))
+    NETWORKS.register("head_first")(lambda labels, side: OwnHead(nn.Linear(7, labels), first=True))
+    NETWORKS.register("similarity")(lambda labels, side: OwnHead(Similarity(), first=False))
+    NETWORKS.register("no_layer")(lambda labels, side: nn.Sequential(nn.AvgPool2d(side), nn.Flatten()))
+
+    def build(arch: str, labels: int = 5, **options: Any) -> list[str]:
+        config = ModelConfig(arch, 8, **options)
+        network = build_backbone(config, labels, torch.Generator().manual_seed(0))
+        return [name for name, p in network.named_parameters() if p.requires_grad]
+
+    assert build("head_last", trained="head") == ["head.weight", "head.bias"]
+    for trained in ("all", "head"):
+        with pytest.raises(ValueError, match="which defines body after head, but runs head last"):
+            build("head_first", trained=trained)
+    assert build("similarity") == ["body.weight", "body.bias", "head.weight"]
+    for options in ({"trained": "head"}, {"pretrained": True}):
+        with pytest.raises(ValueError, match="layer body has 7 outputs, but there are 5 classes, so"):
+            build("similarity", **options)
+    with pytest.raises(ValueError, match="which has no nn"):
+        build("no_layer", labels=3)
 
 
 @pytest.mark.parametrize(
