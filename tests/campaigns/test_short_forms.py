@@ -25,7 +25,7 @@ def campaign(name: str, *argv: str) -> str:
 
 @pytest.mark.parametrize(
     "kind, kills, rounds",
-    [("pfl", 5, 6), ("ditto", 2, 4), ("detection", 1, 2)],
+    [("pfl", 3, 6), ("ditto", 2, 4), ("detection", 1, 2)],
     ids=["pfl", "ditto", "detection"],
 )
 def test_killed_runs_equal_the_run_never_killed(kind: str, kills: int, rounds: int) -> None:

@@ -3,10 +3,11 @@ dataclass from a tree, or one line that says what is wrong with it."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -83,6 +84,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """What a YAML text holds; libyaml would be faster, but ends the process at 100,000 nested brackets."""
+    return yaml.load(text, _UniqueKeyLoader)
+
+
 def read_yaml(path: Path) -> Tree:
     """A YAML mapping.
 
@@ -90,7 +97,7 @@ def read_yaml(path: Path) -> Tree:
         ValueError: when the file is missing, is not YAML, or is not a mapping.
     """
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        tree = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError, RecursionError) as fault:
         raise ValueError(f"{path} is not valid YAML: {fault}") from fault
     if tree is None:
@@ -139,6 +146,14 @@ def _takes(kind: type, hint: Any) -> bool:
     return hint is kind or any(_takes(kind, part) for part in get_args(hint))
 
 
+@cache
+def _numbers(kind: Any) -> tuple[str, ...]:
+    """The keys of a config's type whose values are numbers, each with a dot at its end."""
+    return tuple(
+        f"{leaf.key}." for leaf in leaves(kind) if _takes(int, leaf.hint) or _takes(float, leaf.hint)
+    )
+
+
 def _explain(fault: Any, kind: Any, prefix: str) -> str:
     """One fault of pydantic's, in one line that names the key and what to do."""
     name = (prefix + ".".join(map(str, fault["loc"]))).removesuffix(".")
@@ -172,9 +187,8 @@ def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
     Raises:
         ValueError: one line that names the first wrong key and what it may be.
     """
-    numbers = [f"{leaf.key}." for leaf in leaves(kind) if _takes(int, leaf.hint) or _takes(float, leaf.hint)]
     for key, value in dotted(tree if isinstance(tree, Mapping) else {}).items():
-        if isinstance(value, bool) and f"{key}.".startswith(tuple(numbers)):  # pydantic takes true for 1
+        if isinstance(value, bool) and f"{key}.".startswith(_numbers(kind)):  # pydantic takes true for 1
             raise ValueError(f"{where}: {prefix}{key} is {as_word(value)}: give a number")
     try:
         return TypeAdapter(kind).validate_python(dict(tree) if isinstance(tree, Mapping) else tree)

@@ -37,6 +37,7 @@ from tests.benchmarks.visual_classification.test_visual_classification import ma
 from tests.browser import check_seen
 from tests.page_checks import Page, check
 
+pytestmark = pytest.mark.xdist_group("compare")  # `out` takes seconds
 TRAFFIC = {"down": 4000, "up": 1000}
 USERS = [5.0, 10.0, 20.0, 20.0, 95.0]
 NAMES = ("C-AP", "O-AP")

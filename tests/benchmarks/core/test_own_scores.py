@@ -24,6 +24,7 @@ from tests.benchmarks.run_files import error_line, lines, results
 from tests.benchmarks.sparing import run_into
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.xdist_group("own scores")  # `folder` takes seconds
 
 
 @pytest.fixture(scope="module")
