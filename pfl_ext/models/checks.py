@@ -74,6 +74,23 @@ def check_last_layer(backbone: nn.Module, config: ModelConfig, num_labels: int) 
         )
 
 
+def check_own_frozen(backbone: nn.Module, config: ModelConfig) -> None:
+    """Refuse to choose what is trained of a network that has frozen some of its parameters itself.
+
+    ``model.trained`` would train those, or freeze what the network trains in their place.
+
+    Raises:
+        ValueError: one line that names the first such parameter and the remedy.
+    """
+    frozen = [name for name, parameter in backbone.named_parameters() if not parameter.requires_grad]
+    if frozen and config.trained != "all":
+        others = f" and {len(frozen) - 1:,} more" if len(frozen) > 1 else ""
+        raise ValueError(
+            f"model.trained is {config.trained}, but {config.arch} itself freezes {frozen[0]}{others}: set "
+            "model.trained to all, which leaves these frozen, or freeze none in the network"
+        )
+
+
 def wrong_side(arch: str, input_size: int, fault: Exception) -> ValueError:
     """The error of a network that cannot take images of this size."""
     reason = str(fault).partition("\n")[0].rstrip("!.")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from benchmarks.core.config.digests import config_tree, digest, experiment_digest
 from benchmarks.core.config.trees import read_yaml
@@ -17,7 +18,8 @@ from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.per_user import main as score_users
 from dataset.cli import run
 from pfl_ext import checkpoint
-from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_at
+from pfl_ext.models.small import NETWORKS
+from tests.benchmarks.conftest import ONE_ROUND, RESNET18, Refused, Train, killed_at
 from tests.benchmarks.core.test_private import LOCAL, PRIVATE
 from tests.benchmarks.run_files import last_checkpoint, results, saved
 from tests.closeness import assert_close_as_vector
@@ -61,6 +63,31 @@ def test_a_run_counts_and_sends_what_is_trained_and_saves_a_plain_network(value:
         kept = load_file(directory / "adapters.safetensors")
         assert {f"model/{name}" for name in kept} == adapters
     assert sum(t.numel() for t in saved(directory).values()) == sum(PLAIN.values())
+
+
+@pytest.mark.parametrize("engine", ["fast", "stock"])
+def test_what_a_network_freezes_itself_is_neither_sent_nor_noised_nor_counted(
+    engine: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Tensor] = {}
+
+    def frozen_at_first(labels: int, side: int) -> nn.Module:
+        network = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, labels)
+        )
+        network[0].weight.requires_grad_(False)
+        drawn.update({name: t.clone() for name, t in network.state_dict().items()})
+        return network
+
+    NETWORKS.names()
+    monkeypatch.setattr(NETWORKS, "_things", {**NETWORKS._things, "frozen_at_first": frozen_at_first})
+    words = ("--privacy.noise_seed=run", "--model.arch=frozen_at_first", "--model.init=torchvision")
+    directory = train(*PRIVATE, *words, *ONE_ROUND, f"--runtime.engine={engine}")
+    found, trained = results(directory), 4 + 5 * 17
+    assert (found["trainable_parameters"], found["parameters"]) == (trained, trained + 4 * 27)
+    assert found["traffic"] == {"down": 4 * trained, "up": 4 * trained}
+    moved = {name for name, t in saved(directory).items() if not t.equal(drawn[name.partition(".")[2]])}
+    assert moved == {"backbone.0.bias", "backbone.3.weight", "backbone.3.bias"}
 
 
 def test_norms_are_trained_where_there_are_some(train: Train, refused: Refused) -> None:

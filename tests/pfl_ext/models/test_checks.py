@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pfl_ext.models.checks import check_groups
-from pfl_ext.models.classifier import build_backbone
+from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.small import NETWORKS
 
@@ -100,6 +100,34 @@ def test_another_layer_than_the_last_one_is_not_taken_for_the_head() -> None:
             build("similarity", **options)
     with pytest.raises(ValueError, match="which has no nn"):
         build("no_layer", labels=3)
+
+
+def frozen_at_first(labels: int, side: int) -> nn.Module:
+    """A network that freezes its first layer and the scale of its norm itself."""
+    frozen = nn.Conv2d(3, 4, 3, padding=1).requires_grad_(False)
+    norm = nn.BatchNorm2d(4)
+    norm.weight.requires_grad_(False)
+    return nn.Sequential(frozen, norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, labels))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_what_a_network_freezes_itself_stays_frozen_or_the_choice_is_refused(pretrained: bool) -> None:
+    NETWORKS.register("frozen_at_first")(frozen_at_first)
+
+    def build(trained: Any) -> nn.Module:
+        config = ModelConfig("frozen_at_first", 8, trained=trained, pretrained=pretrained)
+        return build_backbone(config, 5, torch.Generator().manual_seed(0))
+
+    network = build("all")
+    norm = FrozenStatisticsBatchNorm2d if pretrained else nn.GroupNorm
+    assert isinstance(network.get_submodule("1"), norm)
+    trained = [name for name, p in network.named_parameters() if p.requires_grad]
+    assert trained == ["1.bias", "4.weight", "4.bias"]
+    for kind in ("head", "last_blocks", "lora", "bias", "norms"):
+        message = f"^model.trained is {kind}, but frozen_at_first itself freezes 0.weight and 2 more: set "
+        with pytest.raises(ValueError, match=message):
+            build(kind)
 
 
 @pytest.mark.parametrize(
