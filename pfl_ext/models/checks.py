@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import outputs_of
 from pfl_ext.models.probing import before_each
-from pfl_ext.models.trained import LAYERS, head_of
+from pfl_ext.models.trained import LAYERS, head_of, new_part
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def check_last_layer(backbone: nn.Module, config: ModelConfig, num_labels: int) 
             f"model.arch is {arch}, which defines {name} after {ran[-1]}, but runs {ran[-1]} last: define "
             f"{ran[-1]} last, since the layer defined last is taken for the head"
         )
-    only_head = config.trained != "all" or (config.pretrained and not config.keep_head)
+    only_head = config.trained not in ("all", "names") or (config.pretrained and not config.keep_head)
     if only_head and head.weight.shape[0] != num_labels:
         raise ValueError(
             f"model.arch is {arch}, whose last layer {name} has {head.weight.shape[0]:,} outputs, but there "
@@ -89,6 +89,22 @@ def check_own_frozen(backbone: nn.Module, config: ModelConfig) -> None:
             f"model.trained is {config.trained}, but {config.arch} itself freezes {frozen[0]}{others}: set "
             "model.trained to all, which leaves these frozen, or freeze none in the network"
         )
+
+
+def check_head_rate(backbone: nn.Module, key: str, factor: float) -> None:
+    """Refuse a learning rate of the head (decoder, bottleneck and last layer) where nothing of it is trained.
+
+    Args:
+        backbone: the network, with its trained part chosen.
+        key: the factor's key in the config.
+        factor: the head's learning rate relative to the others'.
+
+    Raises:
+        ValueError: one line that names the key and the remedy.
+    """
+    head = backbone.get_submodule(new_part(backbone))
+    if factor != 1 and not any(parameter.requires_grad for parameter in head.parameters()):
+        raise ValueError(f"{key} is {factor:g}, but the last layer is not trained: set {key} to 1")
 
 
 def wrong_side(arch: str, input_size: int, fault: Exception) -> ValueError:

@@ -108,6 +108,7 @@ MODEL = {
     "last_blocks": 1,
     "lora_rank": 8,
     "lora_alpha": 8.0,
+    "trained_names": None,
     "init": "torchvision",
     "normalisation": "imagenet",
     "dropout": False,

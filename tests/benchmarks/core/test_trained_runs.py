@@ -41,6 +41,11 @@ VALUES: dict[str, tuple[tuple[str, ...], int, int]] = {
         sum(PLAIN[name] for name in ("fc1", "fc2", "fc3")),
     ),
     "bias": (("--model.trained=bias",), 0, 6 + 16 + 120 + 84 + PLAIN["fc3"]),
+    "names": (
+        ("--model.trained=names", "--model.trained_names=conv2,fc*.bias"),
+        0,
+        PLAIN["conv2"] + 120 + 84 + 17,
+    ),
 }
 """Words, parameters that the network has besides, and those that are trained."""
 
@@ -59,7 +64,7 @@ def test_a_run_counts_and_sends_what_is_trained_and_saves_a_plain_network(value:
     names = {f"backbone.{layer}.{part}" for layer in PLAIN for part in ("weight", "bias")}
     assert set(saved(directory)) == names
     assert (directory / "adapters.safetensors").exists() == (value == "lora")
-    if value == "lora":
+    if adapters:
         kept = load_file(directory / "adapters.safetensors")
         assert {f"model/{name}" for name in kept} == adapters
     assert sum(t.numel() for t in saved(directory).values()) == sum(PLAIN.values())
@@ -121,6 +126,28 @@ def test_a_killed_run_of_adapters_goes_on_to_the_bit(words: tuple[str, ...], tra
     for name in ("model.safetensors", "adapters.safetensors"):
         assert (again / name).read_bytes() == (whole / name).read_bytes()
     assert results(again)["model_probe"] == results(whole)["model_probe"]
+
+
+KEPT = ("--model.input_size=20", "--augment.flip=none", "--evaluation.best_by=last")
+
+
+def test_the_last_layer_by_its_name_is_the_head_and_keeps_features(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = train(*KEPT, "--model.trained=head", name="head")
+    capsys.readouterr()
+    names = ("--model.trained=names", "--model.trained_names")
+    found = train(*KEPT, names[0], f"{names[1]}=fc3", name="names")
+    assert "computed in every round" not in capsys.readouterr().out
+    assert all(t.equal(saved(head)[name]) for name, t in saved(found).items())
+    with killed_at(1):
+        train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed", code=130)
+    assert "computed in every round: its trained layers are not one" in capsys.readouterr().out
+    again = train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed")
+    whole = train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", "--runtime.cache_features=false", name="whole")
+    assert all(t.equal(saved(whole)[name]) for name, t in saved(again).items())
+    moved = {n for n, t in saved(whole).items() if not t.equal(saved(head)[n])}
+    assert moved == {"backbone.fc2.weight", "backbone.fc2.bias", "backbone.fc3.weight", "backbone.fc3.bias"}
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -208,6 +235,15 @@ def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
             "choose at most 3, or set model.trained to",
         ),
         (("--model.trained=lora", "--model.lora_rank=0"), "model.lora_rank is '0': input should be greater"),
+        (
+            ("--model.trained_names=fc3",),
+            "--model.trained_names has no effect where model.trained is all: remove it, or set model.trained",
+        ),
+        (("--model.trained=names", "--model.trained_names=fc4"), "choose other names, like fc"),
+        (
+            ("--model.trained=names", "--model.trained_names=fc2", "--local.head_rate_factor=3"),
+            "local.head_rate_factor is 3, but the last layer is not trained: set local.head_rate_factor to",
+        ),
         ((*LORA, "--model.channel_norm=data"), "but model.trained is lora: set model.trained to head, or"),
         ((*LORA, "--federated.algorithm=fedncm", "--evaluation.best_by=last"), "set model.trained to head"),
     ],
@@ -229,9 +265,8 @@ def test_rank_and_alpha_belong_to_a_run_of_adapters_alone() -> None:
     ]
     assert len({digest(parse([*run_words]).config) for run_words in runs}) == len(runs)
     tree = config_tree(parse([*words]).config)
-    assert not {"lora_rank", "lora_alpha", "last_blocks"} & set(tree["model"]), (
-        "as in runs before there were any"
-    )
+    young = {"lora_rank", "lora_alpha", "last_blocks", "trained_names"}
+    assert not young & set(tree["model"]), "as in runs before there were any"
     assert FLAIR.read(tree, "config.yaml") == parse([*words]).config
 
 

@@ -32,6 +32,7 @@ SIZES = [1, 2, 9, 1, 5]
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"trained": "lora", "lora_rank": 3, "lora_alpha": 2.0},
     "last_blocks": {"trained": "last_blocks", "last_blocks": 2},
+    "names": {"trained": "names", "trained_names": "0.weight,4,13"},
     "bias": {"trained": "bias"},
     "norms": {"trained": "norms"},
     "head": {"trained": "head"},
@@ -40,6 +41,7 @@ NAMES = {
     "lora": [
         f"{place}.lora_{part}.weight" for place in (0, 7, 10) for part in "ab"
     ],  # 3 has as many groups as channels
+    "names": ["0.weight", "4.weight", "4.bias"],
     "last_blocks": ["7.weight", "8.weight", "8.bias", "10.weight", "10.bias"],
     "bias": ["0.bias", "1.bias", "4.bias", "8.bias", "10.bias"],
     "norms": ["1.weight", "1.bias", "4.weight", "4.bias", "8.weight", "8.bias"],

@@ -226,6 +226,26 @@ def test_what_lora_draws_is_a_function_of_its_generator_and_not_of_the_weights(t
         assert 0.9 * bound < float(a.detach().abs().max()) <= bound
 
 
+def test_names_choose_what_is_trained_and_nothing_else() -> None:
+    def chosen(names: str, arch: str = "lenet") -> list[str]:
+        return trained(build(arch, trained="names", trained_names=names))
+
+    assert chosen("fc1") == ["fc1.weight", "fc1.bias"]
+    assert chosen(" fc1.bias , conv2 ") == ["conv2.weight", "conv2.bias", "fc1.bias"]
+    assert chosen("conv*.weight,conv1") == ["conv1.weight", "conv1.bias", "conv2.weight"]
+    assert chosen("2", "vgg9") == ["2.weight", "2.bias"], "and not 20"
+    assert ModelConfig(trained_names="a, b ,a").trained_names == "a,b"
+    for names, message in (
+        ("fc1,fc", r"trained_names has fc, but no parameter .*: choose other names, like fc"),
+        ("fc1,*.scale", r"has \*\.scale, but"),
+        ("fc1,,fc2", "with an empty name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chosen(names)
+    with pytest.raises(ValueError, match=r"trained is names, but model\.trained_names is none: set"):
+        ModelConfig(trained="names")
+
+
 class TwoPaths(nn.Module):
     """Whose blocks are not run in the order in which it has them, or twice."""
 
