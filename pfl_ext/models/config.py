@@ -15,6 +15,7 @@ Init = Literal["he", "keras", "torchvision", "xavier"]
 Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms", "names"]
 ON_FEATURES = ("head", "two_layers")
 """Values of ``trained`` for which the trained layers take one vector for each image."""
+LoraTrained = Literal["both", "b"]
 Norm = Literal["auto", "group"]
 ChannelNorm = Literal["group", "data"]
 FeatureFormat = Literal["float32", "float16"]
@@ -60,6 +61,8 @@ class ModelConfig:
     """Rank of LoRA's update of each linear layer and each convolution without groups."""
     lora_alpha: PositiveFloat = 8.0
     """LoRA's update is multiplied by this and divided by the rank."""
+    lora_trained: LoraTrained = "both"
+    """What is trained of LoRA's adapters: A and B, or only B, with A as drawn from the seed (FFA-LoRA)."""
     cells: Annotated[int, Field(ge=3)] = 8
     """Number of cells of a DARTS network, at least 3; two of them halve the image."""
     cell_channels: Annotated[int, Field(ge=2)] = 16

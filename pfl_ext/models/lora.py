@@ -5,6 +5,10 @@ are trained. B is zero at first, so the network starts unchanged. For a convolut
 the same kernel, stride and padding to ``rank`` channels, and B a 1 x 1 convolution from these to the outputs.
 Together they are one convolution of the layer's own shape, which `merged` adds to its weights.
 
+With ``model.lora_trained: b`` only B is trained and A stays as drawn (Sun et al. 2024, FFA-LoRA, arXiv
+2403.12313). Then the mean of users' ``B A`` is the mean of their B times A. With both trained, the server
+averages A and B by themselves, and the product of these means is not the mean of the products.
+
 A convolution with groups gets no adapter. In a depthwise one each channel's kernel is a single row of k x k
 numbers, so an adapter of any rank would be larger than the kernel itself.
 """
@@ -42,6 +46,7 @@ class LowRank(nn.Module):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.lora_a, self.lora_b = _adapter(base, config.lora_rank)
+        self.lora_a.requires_grad_(config.lora_trained == "both")
         self.scale = config.lora_alpha / config.lora_rank
         bound = 1 / math.sqrt(self.lora_a.weight[0].numel())
         with torch.no_grad():

@@ -320,7 +320,7 @@ def moved(argv: tuple[str, ...], folder: Path) -> tuple[float, float]:
 
 TRAINING = (
     *("local.", "augment.", "federated.", "compression.", "aggregation.", "privacy.", "runtime."),
-    *("model.dropout", "model.trained"),
+    *("model.dropout", "model.trained", "model.lora_trained"),
 )
 NOT_OF_THE_SUM = (
     *("privacy.accountant", "privacy.noise", "privacy.release"),
@@ -346,6 +346,7 @@ BESIDE: dict[tuple[str, Any], tuple[str, ...]] = {
     ("local.schedule", "exponential"): ("--local.schedule_factor=0.5",),
     ("model.trained", "two_layers"): ("--model.bottleneck=4",),
     ("model.trained", "norms"): ("--model.arch=resnet18",),
+    **{("model.lora_trained", kind): ("--model.trained=lora",) for kind in ("both", "b")},
     ("model.trained", "names"): ("--model.trained_names=*weight",),
     ("model.dropout", True): ("--model.arch=simple_cnn",),
     ("runtime.cache_features", False): ("--model.trained=head",),

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from benchmarks.core.config.digests import config_tree, digest, experiment_digest
 from benchmarks.core.config.trees import read_yaml
+from benchmarks.core.experiment import build_model
 from benchmarks.core.weights import check_classes
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.per_user import main as score_users
 from dataset.cli import run
 from pfl_ext import checkpoint
+from pfl_ext.models.lora import adapter_tensors
 from pfl_ext.models.small import NETWORKS
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import ONE_ROUND, RESNET18, Refused, Train, killed_at
 from tests.benchmarks.core.test_private import LOCAL, PRIVATE
 from tests.benchmarks.run_files import last_checkpoint, results, saved
@@ -41,6 +44,7 @@ VALUES: dict[str, tuple[tuple[str, ...], int, int]] = {
         sum(PLAIN[name] for name in ("fc1", "fc2", "fc3")),
     ),
     "bias": (("--model.trained=bias",), 0, 6 + 16 + 120 + 84 + PLAIN["fc3"]),
+    "lora_b": ((*LORA, "--model.lora_trained=b"), ADDED, 2 * (6 + 16 + 120 + 84) + PLAIN["fc3"]),
     "names": (
         ("--model.trained=names", "--model.trained_names=conv2,fc*.bias"),
         0,
@@ -60,10 +64,10 @@ def test_a_run_counts_and_sends_what_is_trained_and_saves_a_plain_network(value:
     assert found["traffic"] == {"down": 4 * trained, "up": 4 * trained}
     tensors = last_checkpoint(directory)
     adapters = {name for name in tensors if name.startswith("model/") and "lora_" in name}
-    assert bool(adapters) == (value == "lora")
+    assert bool(adapters) == (value in ("lora", "lora_b"))
     names = {f"backbone.{layer}.{part}" for layer in PLAIN for part in ("weight", "bias")}
     assert set(saved(directory)) == names
-    assert (directory / "adapters.safetensors").exists() == (value == "lora")
+    assert (directory / "adapters.safetensors").exists() == (value in ("lora", "lora_b"))
     if adapters:
         kept = load_file(directory / "adapters.safetensors")
         assert {f"model/{name}" for name in kept} == adapters
@@ -126,6 +130,15 @@ def test_a_killed_run_of_adapters_goes_on_to_the_bit(words: tuple[str, ...], tra
     for name in ("model.safetensors", "adapters.safetensors"):
         assert (again / name).read_bytes() == (whole / name).read_bytes()
     assert results(again)["model_probe"] == results(whole)["model_probe"]
+
+
+@pytest.mark.parametrize("words", [(), (*PRIVATE, "--privacy.noise_seed=run")], ids=["plain", "private"])
+def test_where_only_b_is_trained_a_stays_as_drawn_from_the_seed(words: tuple[str, ...], train: Train) -> None:
+    directory = train(*VALUES["lora_b"][0], *words, *ONE_ROUND)
+    config = FLAIR.read(read_yaml(directory / "config.yaml"), "its config")
+    drawn = adapter_tensors(build_model(config, 17, None, MultiLabel()))
+    kept = load_file(directory / "adapters.safetensors")
+    assert {name for name, t in kept.items() if t.equal(drawn[name])} == {n for n in kept if "lora_a" in n}
 
 
 KEPT = ("--model.input_size=20", "--augment.flip=none", "--evaluation.best_by=last")
@@ -239,6 +252,7 @@ def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
             ("--model.trained_names=fc3",),
             "--model.trained_names has no effect where model.trained is all: remove it, or set model.trained",
         ),
+        (("--model.trained=bias", "--model.lora_trained=b"), "has no effect where model.trained is bias"),
         (("--model.trained=names", "--model.trained_names=fc4"), "choose other names, like fc"),
         (
             ("--model.trained=names", "--model.trained_names=fc2", "--local.head_rate_factor=3"),
@@ -265,7 +279,7 @@ def test_rank_and_alpha_belong_to_a_run_of_adapters_alone() -> None:
     ]
     assert len({digest(parse([*run_words]).config) for run_words in runs}) == len(runs)
     tree = config_tree(parse([*words]).config)
-    young = {"lora_rank", "lora_alpha", "last_blocks", "trained_names"}
+    young = {"lora_rank", "lora_alpha", "last_blocks", "lora_trained", "trained_names"}
     assert not young & set(tree["model"]), "as in runs before there were any"
     assert FLAIR.read(tree, "config.yaml") == parse([*words]).config
 

@@ -226,6 +226,27 @@ def test_what_lora_draws_is_a_function_of_its_generator_and_not_of_the_weights(t
         assert 0.9 * bound < float(a.detach().abs().max()) <= bound
 
 
+def test_with_a_fixed_the_mean_of_products_is_the_product_of_means() -> None:
+    """FFA-LoRA's argument (Sun et al. 2024), of two users that have trained for a while."""
+    names = [n for n, _ in build("lenet", trained="lora").named_parameters() if "lora_" in n]
+    apart = {}
+    for kind in ("both", "b"):
+        start = build("lenet", trained="lora", lora_trained=kind)
+        assert [n for n in trained(start) if "lora_" in n] == [
+            n for n in names if kind == "both" or "_b" in n
+        ]
+        users = [trained_for_a_while(copy.deepcopy(start), seed=seed) for seed in (3, 4)]
+        mean = copy.deepcopy(start)
+        with torch.no_grad():
+            for name, p in mean.named_parameters():
+                p.copy_(sum(user.get_parameter(name).double() for user in users) / 2)
+        products = [sum(adapters_of(user)[name].added() for user in users) / 2 for name in adapters_of(mean)]
+        found = [layer.added() for layer in adapters_of(mean).values()]
+        off = [float((f - p).norm() / p.norm()) for f, p in zip(found, products)]
+        apart[kind] = max(off)
+    assert apart["b"] < 4 * 2**-24 < 0.1 < apart["both"]
+
+
 def test_names_choose_what_is_trained_and_nothing_else() -> None:
     def chosen(names: str, arch: str = "lenet") -> list[str]:
         return trained(build(arch, trained="names", trained_names=names))
