@@ -131,6 +131,28 @@ def adapters_of(module: nn.Module) -> dict[str, LowRank]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LowRank)}
 
 
+def adapters_in_words(module: nn.Module) -> str | None:
+    """One line about a network's adapters, and the weights that have none; None where it has no adapters."""
+    adapters = adapters_of(module)
+    if not adapters:
+        return None
+    within = tuple(f"{name}." for name in adapters)
+    weights = dict(module.named_parameters())
+    bare = {
+        n: p for n, p in weights.items() if p.ndim > 1 and not p.requires_grad and not n.startswith(within)
+    }
+    rank = len(next(iter(adapters.values())).lora_a.weight)
+    text = f"LoRA of rank {rank} on {len(adapters)} layer{'s' * (len(adapters) > 1)}"
+    if not bare:
+        return f"{text}, which are all but the last"
+    added = sum(t.numel() for t in adapter_tensors(module).values())
+    whole = sum(p.numel() for p in weights.values()) - added
+    share = 100 * sum(p.numel() for p in bare.values()) / whole
+    largest = max(bare, key=lambda name: bare[name].numel())
+    kinds = f"{len(bare)} frozen weights have none" if len(bare) > 1 else "1 frozen weight has none"
+    return f"{text}; {kinds} ({share:.0f} % of the parameters), the largest is {largest}"
+
+
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     """A and B of every adapter under their names in ``module``."""
     return {

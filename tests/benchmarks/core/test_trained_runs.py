@@ -133,8 +133,11 @@ def test_a_killed_run_of_adapters_goes_on_to_the_bit(words: tuple[str, ...], tra
 
 
 @pytest.mark.parametrize("words", [(), (*PRIVATE, "--privacy.noise_seed=run")], ids=["plain", "private"])
-def test_where_only_b_is_trained_a_stays_as_drawn_from_the_seed(words: tuple[str, ...], train: Train) -> None:
+def test_where_only_b_is_trained_a_stays_as_drawn_from_the_seed(
+    words: tuple[str, ...], train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = train(*VALUES["lora_b"][0], *words, *ONE_ROUND)
+    assert "LoRA of rank 2 on 4 layers, which are all but the last\n" in capsys.readouterr().out
     config = FLAIR.read(read_yaml(directory / "config.yaml"), "its config")
     drawn = adapter_tensors(build_model(config, 17, None, MultiLabel()))
     kept = load_file(directory / "adapters.safetensors")

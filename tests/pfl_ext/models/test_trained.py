@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.lora import LowRank, adapter_tensors, adapters_of, load_merged, merged
+from pfl_ext.models.lora import LowRank, adapter_tensors, adapters_in_words, adapters_of, load_merged, merged
 from pfl_ext.models.trained import blocks_of, choose_trained, head_of
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.closeness import assert_close_as_vector
@@ -245,6 +245,26 @@ def test_with_a_fixed_the_mean_of_products_is_the_product_of_means() -> None:
         off = [float((f - p).norm() / p.norm()) for f, p in zip(found, products)]
         apart[kind] = max(off)
     assert apart["b"] < 4 * 2**-24 < 0.1 < apart["both"]
+
+
+def test_a_line_says_which_weights_have_no_adapter() -> None:
+    assert adapters_in_words(build("lenet")) is None
+    assert (
+        adapters_in_words(build("lenet", trained="lora"))
+        == "LoRA of rank 8 on 4 layers, which are all but the last"
+    )
+    plain, net = pair("transformer", lora_rank=2)
+    whole = sum(p.numel() for p in plain.parameters())
+    bare = sum(
+        p.numel() for n, p in plain.named_parameters() if "in_proj_weight" in n or "out_proj.weight" in n
+    )
+    bare += plain.get_parameter("class_token").numel() + plain.get_parameter("encoder.pos_embedding").numel()
+    share = f"{100 * bare / whole:.0f} %"
+    largest = "encoder.layers.encoder_layer_0.self_attention.in_proj_weight"
+    expected = (
+        f"on 5 layers; 6 frozen weights have none ({share} of the parameters), the largest is {largest}"
+    )
+    assert adapters_in_words(net) == f"LoRA of rank 2 {expected}"
 
 
 def test_names_choose_what_is_trained_and_nothing_else() -> None:
