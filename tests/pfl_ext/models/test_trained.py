@@ -239,8 +239,9 @@ def test_with_a_fixed_the_mean_of_products_is_the_product_of_means() -> None:
         mean = copy.deepcopy(start)
         with torch.no_grad():
             for name, p in mean.named_parameters():
-                p.copy_(sum(user.get_parameter(name).double() for user in users) / 2)
-        products = [sum(adapters_of(user)[name].added() for user in users) / 2 for name in adapters_of(mean)]
+                p.copy_(torch.stack([user.get_parameter(name).double() for user in users]).mean(0))
+        added = [[layer.added() for layer in adapters_of(user).values()] for user in users]
+        products = [torch.stack(of_layer).mean(0) for of_layer in zip(*added)]
         found = [layer.added() for layer in adapters_of(mean).values()]
         off = [float((f - p).norm() / p.norm()) for f, p in zip(found, products)]
         apart[kind] = max(off)
