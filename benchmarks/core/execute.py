@@ -53,7 +53,7 @@ from pfl_ext.engine.card import ieee_float32
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.dropout import LeftOut
-from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, merged
+from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, adapters_in_words, merged
 from pfl_ext.tasks import score_kinds
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import connected, current, from_main, is_main
@@ -268,6 +268,8 @@ def _train(
                 f"dropout of {config.model.arch} is removed (layers: {left_out}); --model.dropout true "
                 "keeps it"
             )
+        if adapters := adapters_in_words(module):
+            print(adapters)
         if config.mode == "federated" and (warning := experiment.warning()):
             print(warning, file=sys.stderr)
         before = None if run.origin is None else read_yaml(run.origin).get("own_code")

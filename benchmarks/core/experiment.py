@@ -28,7 +28,7 @@ from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.checkpoint import read_json
 from pfl_ext.data.federated_dataset import ImageStore, Partition
 from pfl_ext.data.normalisation import FIXED, Scale, scale_of
-from pfl_ext.models.checks import check_groups
+from pfl_ext.models.checks import check_groups, check_head_rate
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.decoders import encoder_of, outputs_of
 from pfl_ext.models.weights import IMAGENET
@@ -284,6 +284,9 @@ def build_model(
         model, num_labels, generator, (weights or IMAGENET) if model.pretrained else None
     )
     check_groups(backbone, model)
+    for section in ("local", "server", "centralised") if model.parties is None else ():
+        key = f"{section}.head_rate_factor"
+        check_head_rate(backbone, key, getattr(config, section).head_rate_factor)
     scale = FIXED.get(model.normalisation)
     if scale is None:
         if split is None:

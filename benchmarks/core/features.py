@@ -132,7 +132,7 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         layer.clear()  # its features are the same for all runs
     if run.config.model.trained == "last_blocks" and run.runtime.cache_features:
         return _maps(experiment, images)
-    if run.config.model.trained not in ON_FEATURES or not run.runtime.cache_features:
+    if run.config.model.trained not in (*ON_FEATURES, "names") or not run.runtime.cache_features:
         return images
     why, stores = reason_against(run.config), _labelled(experiment)
     module.to(get_default_device())

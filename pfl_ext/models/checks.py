@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import outputs_of
+from pfl_ext.models.probing import before_each
+from pfl_ext.models.trained import LAYERS, head_of, new_part
 
 
 @torch.no_grad()
@@ -36,6 +38,73 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
             f"model.arch is {arch}, which has {outputs.shape[1]:,} outputs, but there are {num_labels:,} "
             "classes: give its last layer as many outputs, or choose another network"
         )
+
+
+@torch.no_grad()
+def check_last_layer(backbone: nn.Module, config: ModelConfig, num_labels: int) -> None:
+    """Refuse a network of which another layer than the last one would be taken for the head.
+
+    `head_of` takes the linear layer or convolution that the network defines last. It must also run last, and
+    where only the head is new or trained, it must make the outputs.
+
+    Raises:
+        ValueError: one line that names the layer and the remedy.
+    """
+    arch, side = config.arch, config.input_size
+    if outputs_of(arch) == "boxes":
+        return
+    layers = [(found, layer) for found, layer in backbone.named_modules() if isinstance(layer, LAYERS)]
+    if not layers:
+        raise ValueError(f"model.arch is {arch}, which has no nn.Linear or nn.Conv2d as head")
+    name, head = head_of(backbone)
+    ran: list[str] = []
+    with before_each(layers, lambda found, *_: ran.append(found)):
+        backbone(torch.zeros(1, 3, side, side))
+    if ran and ran[-1] != name:
+        raise ValueError(
+            f"model.arch is {arch}, which defines {name} after {ran[-1]}, but runs {ran[-1]} last: define "
+            f"{ran[-1]} last, since the layer defined last is taken for the head"
+        )
+    only_head = config.trained not in ("all", "names") or (config.pretrained and not config.keep_head)
+    if only_head and head.weight.shape[0] != num_labels:
+        raise ValueError(
+            f"model.arch is {arch}, whose last layer {name} has {head.weight.shape[0]:,} outputs, but there "
+            f"are {num_labels:,} classes, so it is not the head: make the head an nn.Linear or nn.Conv2d, "
+            "or set model.trained to all and model.pretrained to false"
+        )
+
+
+def check_own_frozen(backbone: nn.Module, config: ModelConfig) -> None:
+    """Refuse to choose what is trained of a network that has frozen some of its parameters itself.
+
+    ``model.trained`` would train those, or freeze what the network trains in their place.
+
+    Raises:
+        ValueError: one line that names the first such parameter and the remedy.
+    """
+    frozen = [name for name, parameter in backbone.named_parameters() if not parameter.requires_grad]
+    if frozen and config.trained != "all":
+        others = f" and {len(frozen) - 1:,} more" if len(frozen) > 1 else ""
+        raise ValueError(
+            f"model.trained is {config.trained}, but {config.arch} itself freezes {frozen[0]}{others}: set "
+            "model.trained to all, which leaves these frozen, or freeze none in the network"
+        )
+
+
+def check_head_rate(backbone: nn.Module, key: str, factor: float) -> None:
+    """Refuse a learning rate of the head (decoder, bottleneck and last layer) where nothing of it is trained.
+
+    Args:
+        backbone: the network, with its trained part chosen.
+        key: the factor's key in the config.
+        factor: the head's learning rate relative to the others'.
+
+    Raises:
+        ValueError: one line that names the key and the remedy.
+    """
+    head = backbone.get_submodule(new_part(backbone))
+    if factor != 1 and not any(parameter.requires_grad for parameter in head.parameters()):
+        raise ValueError(f"{key} is {factor:g}, but the last layer is not trained: set {key} to 1")
 
 
 def wrong_side(arch: str, input_size: int, fault: Exception) -> ValueError:

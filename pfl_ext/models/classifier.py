@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
-from pfl_ext.models.checks import check_size, wrong_side
+from pfl_ext.models.checks import check_last_layer, check_own_frozen, check_size, wrong_side
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
@@ -112,6 +112,8 @@ def build_backbone(
     if config.channel_norm == "data" and standardised_in(backbone) is None:
         raise ValueError(f"model.channel_norm is data, but {arch} has no norm for it: set it to group")
     check_size(backbone, arch, config.input_size, num_labels)
+    check_last_layer(backbone, config, num_labels)
+    check_own_frozen(backbone, config)
     place, of_classes = head_of(backbone)[0], part_of_classes(backbone)
     if config.random_features is not None:
         _insert_random_features(backbone, config, config.random_features, generator)
@@ -217,7 +219,9 @@ def _replace(
 ) -> None:
     for name, child in module.named_children():
         if isinstance(child, kind):
-            setattr(module, name, by(child))
+            setattr(module, name, replacement := by(child))
+            for key, parameter in child.named_parameters():  # what a network froze itself stays frozen
+                replacement.get_parameter(key).requires_grad_(parameter.requires_grad)
         else:
             _replace(child, kind, by)
 

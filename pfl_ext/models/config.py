@@ -12,9 +12,10 @@ from pfl_ext.data.normalisation import Normalisation
 from pfl_ext.models.genotype import read_genotype
 
 Init = Literal["he", "keras", "torchvision", "xavier"]
-Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
+Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms", "names"]
 ON_FEATURES = ("head", "two_layers")
 """Values of ``trained`` for which the trained layers take one vector for each image."""
+LoraTrained = Literal["both", "b"]
 Norm = Literal["auto", "group"]
 ChannelNorm = Literal["group", "data"]
 FeatureFormat = Literal["float32", "float16"]
@@ -49,7 +50,9 @@ class ModelConfig:
     parties: Annotated[int, Field(ge=2, le=4, multiple_of=2)] | None = None
     """Number of parties, each with a network for its part of the image: 2 halves, 4 quadrants; none: one."""
     trained: Trained = "all"
-    """Trained in addition to last layer, bottleneck, decoder; head, two_layers: nothing; lora: adapters."""
+    """What is trained. Last layer and decoder always are, except with names; head, two_layers: only these."""
+    trained_names: str | None = None
+    """Names of the trained layers or parameters, separated by commas; * stands for any characters."""
     last_blocks: PositiveInt = 1
     """Number of blocks before the last layer that are trained (residual blocks; layers of small networks)."""
     feature_format: FeatureFormat = "float32"
@@ -58,6 +61,8 @@ class ModelConfig:
     """Rank of LoRA's update of each linear layer and each convolution without groups."""
     lora_alpha: PositiveFloat = 8.0
     """LoRA's update is multiplied by this and divided by the rank."""
+    lora_trained: LoraTrained = "both"
+    """What is trained of LoRA's adapters: A and B, or only B, with A as drawn from the seed (FFA-LoRA)."""
     cells: Annotated[int, Field(ge=3)] = 8
     """Number of cells of a DARTS network, at least 3; two of them halve the image."""
     cell_channels: Annotated[int, Field(ge=2)] = 16
@@ -83,6 +88,19 @@ class ModelConfig:
             raise ValueError(
                 f"model.random_features is {self.random_features} and model.bottleneck is "
                 f"{self.bottleneck}, but only one layer can be before the last: set one of them to none"
+            )
+        if self.trained_names is not None:
+            names = [name.strip() for name in self.trained_names.split(",")]
+            if not all(names):
+                raise ValueError(
+                    f"model.trained_names is {self.trained_names!r}, with an empty name: separate names of "
+                    "layers by single commas"
+                )
+            object.__setattr__(self, "trained_names", ",".join(dict.fromkeys(names)))
+        if self.trained == "names" and self.trained_names is None:
+            raise ValueError(
+                "model.trained is names, but model.trained_names is none: set it to names of layers, "
+                "separated by commas"
             )
         if self.trained == "two_layers" and self.bottleneck is None:
             raise ValueError("model.trained is two_layers, which needs a bottleneck: set model.bottleneck")

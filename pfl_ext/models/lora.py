@@ -5,6 +5,10 @@ are trained. B is zero at first, so the network starts unchanged. For a convolut
 the same kernel, stride and padding to ``rank`` channels, and B a 1 x 1 convolution from these to the outputs.
 Together they are one convolution of the layer's own shape, which `merged` adds to its weights.
 
+With ``model.lora_trained: b`` only B is trained and A stays as drawn (Sun et al. 2024, FFA-LoRA, arXiv
+2403.12313). Then the mean of users' ``B A`` is the mean of their B times A. With both trained, the server
+averages A and B by themselves, and the product of these means is not the mean of the products.
+
 A convolution with groups gets no adapter. In a depthwise one each channel's kernel is a single row of k x k
 numbers, so an adapter of any rank would be larger than the kernel itself.
 """
@@ -42,6 +46,7 @@ class LowRank(nn.Module):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.lora_a, self.lora_b = _adapter(base, config.lora_rank)
+        self.lora_a.requires_grad_(config.lora_trained == "both")
         self.scale = config.lora_alpha / config.lora_rank
         bound = 1 / math.sqrt(self.lora_a.weight[0].numel())
         with torch.no_grad():
@@ -124,6 +129,28 @@ def add_adapters(
 def adapters_of(module: nn.Module) -> dict[str, LowRank]:
     """The adapters by the name of their layer; empty where the network has none."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LowRank)}
+
+
+def adapters_in_words(module: nn.Module) -> str | None:
+    """One line about a network's adapters, and the weights that have none; None where it has no adapters."""
+    adapters = adapters_of(module)
+    if not adapters:
+        return None
+    within = tuple(f"{name}." for name in adapters)
+    weights = dict(module.named_parameters())
+    bare = {
+        n: p for n, p in weights.items() if p.ndim > 1 and not p.requires_grad and not n.startswith(within)
+    }
+    rank = len(next(iter(adapters.values())).lora_a.weight)
+    text = f"LoRA of rank {rank} on {len(adapters)} layer{'s' * (len(adapters) > 1)}"
+    if not bare:
+        return f"{text}, which are all but the last"
+    added = sum(t.numel() for t in adapter_tensors(module).values())
+    whole = sum(p.numel() for p in weights.values()) - added
+    share = 100 * sum(p.numel() for p in bare.values()) / whole
+    largest = max(bare, key=lambda name: bare[name].numel())
+    kinds = f"{len(bare)} frozen weights have none" if len(bare) > 1 else "1 frozen weight has none"
+    return f"{text}; {kinds} ({share:.0f} % of the parameters), the largest is {largest}"
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -8,12 +8,16 @@ Besides,
 * ``bias`` trains every bias (Ben Zaken et al. 2022, BitFit, arXiv 2106.10199), also those of norms;
 * ``norms`` trains scale and shift of every norm (Frankle et al. 2021, arXiv 2003.00152).
 
+``names`` trains the parameters that ``model.trained_names`` names and no other, the last layer neither.
+
 What is not trained is never summed, clipped, noised, sent or counted.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +72,10 @@ def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Ge
     head = new_part(backbone)
     images = torch.zeros(1, 3, config.input_size, config.input_size)
     backbone.requires_grad_(False)
+    if config.trained == "names":
+        for name in named(backbone, config.trained_names or ""):
+            backbone.get_parameter(name).requires_grad_(True)
+        return
     if config.trained == "last_blocks":
         for name in [name for block in _last_blocks(backbone, head, config, images) for name in block]:
             backbone.get_submodule(name).requires_grad_(True)
@@ -85,6 +93,31 @@ def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Ge
         for parameter in found:
             parameter.requires_grad_(True)
     backbone.get_submodule(head).requires_grad_(True)
+
+
+def named(backbone: nn.Module, names: str) -> list[str]:
+    """The parameters that ``model.trained_names`` selects, in the network's order.
+
+    Args:
+        backbone: the network.
+        names: names of parameters or of modules, which stand for all of their parameters, separated by
+            commas. They may be patterns (`fnmatch`), whose ``*`` also stands for dots.
+
+    Raises:
+        ValueError: one line, when a name selects nothing.
+    """
+    known, chosen = [name for name, _ in backbone.named_parameters()], set[str]()
+    for pattern in names.split(","):
+        found = [n for n in known if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
+        if not found:
+            modules = [name for name, layer in backbone.named_modules() if name and [*layer.parameters()]]
+            near = difflib.get_close_matches(pattern, [*modules, *known], 3, 0.5) or known[:3]
+            raise ValueError(
+                f"model.trained_names has {pattern}, but no parameter of the network has this name or is in "
+                f"a layer of this name: choose other names, like {', '.join(near)}"
+            )
+        chosen.update(found)
+    return [name for name in known if name in chosen]
 
 
 def _biases(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -112,6 +112,8 @@ MODEL = {
     "last_blocks": 1,
     "lora_rank": 8,
     "lora_alpha": 8.0,
+    "lora_trained": "both",
+    "trained_names": None,
     "init": "torchvision",
     "normalisation": "imagenet",
     "dropout": False,

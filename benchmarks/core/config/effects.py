@@ -36,6 +36,12 @@ class Idle(NamedTuple):
 
 OF_ENGINE = "lanes fuse tune cpu_kernels check_engine"
 """The keys of ``runtime`` that only the engine reads."""
+OF_TRAINED = {
+    "last_blocks": "model.last_blocks",
+    "lora": "model.lora_rank model.lora_alpha model.lora_trained",
+    "names": "model.trained_names",
+}
+"""The keys that only this value of ``model.trained`` reads."""
 Reasons = dict[str, str]
 """The reason why each idle key or section is idle, and what to do."""
 
@@ -79,7 +85,7 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.augment.crop != "padded":
         because = f"augment.crop is {config.augment.crop}"
         yield Idle("augment.padding", because, "set augment.crop to padded")
-    for kind, keys in (("last_blocks", "model.last_blocks"), ("lora", "model.lora_rank model.lora_alpha")):
+    for kind, keys in OF_TRAINED.items():
         if config.model.trained != kind:
             yield Idle(keys, f"model.trained is {config.model.trained}", f"set model.trained to {kind}")
     if config.model.trained not in ON_FEATURES:
@@ -188,7 +194,7 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
         yield from _untuned(config, runtime)
     if runtime.engine == "stock":
         yield Idle(OF_ENGINE, "runtime.engine is stock", "set runtime.engine to fast")
-    if config.model.trained not in (*ON_FEATURES, "last_blocks"):
+    if config.model.trained not in (*ON_FEATURES, "last_blocks", "names"):
         because = f"model.trained is {config.model.trained}"
         yield Idle("cache_features", because, "set model.trained to head")
     if runtime.track != "wandb":

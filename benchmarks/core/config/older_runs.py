@@ -35,6 +35,8 @@ YOUNGER = {
     "model.last_blocks": 1,
     "model.lora_rank": 8,
     "model.lora_alpha": 8.0,
+    "model.lora_trained": "both",
+    "model.trained_names": None,
     "model.channel_norm": "group",
     "model.feature_format": "float32",
     "model.parties": None,

@@ -111,13 +111,13 @@ def candidates(key: str) -> list[Any]:
 def private(
     section: str, kind: type[TrainingConfig] = FLAIR.kind, bottleneck: int | None = 64
 ) -> TrainingConfig:
-    """A private run's config; its network has a bottleneck, so that model.trained may be two_layers."""
+    """A private run's config; its network is such that model.trained may be two_layers or names."""
     federated = dataclasses.replace(kind().federated, weighting="users", cohort_size=3, num_rounds=4)
     sections: dict[str, Any] = {
         "privacy": PrivacySection(epsilon=50, delta=0.01, mechanism="gaussian", clipping_bound=0.02),
         "local_privacy": LocalPrivacySection(epsilon=100, delta=0.01, clipping_bound=0.02),
     }
-    model = dataclasses.replace(kind().model, bottleneck=bottleneck)
+    model = dataclasses.replace(kind().model, bottleneck=bottleneck, trained_names="*")
     return dataclasses.replace(kind(), model=model, federated=federated, **{section: sections[section]})
 
 
@@ -320,7 +320,7 @@ def moved(argv: tuple[str, ...], folder: Path) -> tuple[float, float]:
 
 TRAINING = (
     *("local.", "augment.", "federated.", "compression.", "aggregation.", "privacy.", "runtime."),
-    *("model.dropout", "model.trained"),
+    *("model.dropout", "model.trained", "model.lora_trained"),
 )
 NOT_OF_THE_SUM = (
     *("privacy.accountant", "privacy.noise", "privacy.release"),
@@ -346,6 +346,8 @@ BESIDE: dict[tuple[str, Any], tuple[str, ...]] = {
     ("local.schedule", "exponential"): ("--local.schedule_factor=0.5",),
     ("model.trained", "two_layers"): ("--model.bottleneck=4",),
     ("model.trained", "norms"): ("--model.arch=resnet18",),
+    **{("model.lora_trained", kind): ("--model.trained=lora",) for kind in ("both", "b")},
+    ("model.trained", "names"): ("--model.trained_names=*weight",),
     ("model.dropout", True): ("--model.arch=simple_cnn",),
     ("runtime.cache_features", False): ("--model.trained=head",),
 }

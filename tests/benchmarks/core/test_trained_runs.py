@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from benchmarks.core.config.digests import config_tree, digest, experiment_digest
 from benchmarks.core.config.trees import read_yaml
+from benchmarks.core.experiment import build_model
 from benchmarks.core.weights import check_classes
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.per_user import main as score_users
 from dataset.cli import run
 from pfl_ext import checkpoint
-from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_at
+from pfl_ext.models.lora import adapter_tensors
+from pfl_ext.models.small import NETWORKS
+from pfl_ext.tasks.multi_label import MultiLabel
+from tests.benchmarks.conftest import ONE_ROUND, RESNET18, Refused, Train, killed_at
 from tests.benchmarks.core.test_private import LOCAL, PRIVATE
 from tests.benchmarks.run_files import last_checkpoint, results, saved
 from tests.closeness import assert_close_as_vector
@@ -39,6 +44,12 @@ VALUES: dict[str, tuple[tuple[str, ...], int, int]] = {
         sum(PLAIN[name] for name in ("fc1", "fc2", "fc3")),
     ),
     "bias": (("--model.trained=bias",), 0, 6 + 16 + 120 + 84 + PLAIN["fc3"]),
+    "lora_b": ((*LORA, "--model.lora_trained=b"), ADDED, 2 * (6 + 16 + 120 + 84) + PLAIN["fc3"]),
+    "names": (
+        ("--model.trained=names", "--model.trained_names=conv2,fc*.bias"),
+        0,
+        PLAIN["conv2"] + 120 + 84 + 17,
+    ),
 }
 """Words, parameters that the network has besides, and those that are trained."""
 
@@ -53,14 +64,39 @@ def test_a_run_counts_and_sends_what_is_trained_and_saves_a_plain_network(value:
     assert found["traffic"] == {"down": 4 * trained, "up": 4 * trained}
     tensors = last_checkpoint(directory)
     adapters = {name for name in tensors if name.startswith("model/") and "lora_" in name}
-    assert bool(adapters) == (value == "lora")
+    assert bool(adapters) == (value in ("lora", "lora_b"))
     names = {f"backbone.{layer}.{part}" for layer in PLAIN for part in ("weight", "bias")}
     assert set(saved(directory)) == names
-    assert (directory / "adapters.safetensors").exists() == (value == "lora")
-    if value == "lora":
+    assert (directory / "adapters.safetensors").exists() == (value in ("lora", "lora_b"))
+    if adapters:
         kept = load_file(directory / "adapters.safetensors")
         assert {f"model/{name}" for name in kept} == adapters
     assert sum(t.numel() for t in saved(directory).values()) == sum(PLAIN.values())
+
+
+@pytest.mark.parametrize("engine", ["fast", "stock"])
+def test_what_a_network_freezes_itself_is_neither_sent_nor_noised_nor_counted(
+    engine: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Tensor] = {}
+
+    def frozen_at_first(labels: int, side: int) -> nn.Module:
+        network = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, labels)
+        )
+        network[0].weight.requires_grad_(False)
+        drawn.update({name: t.clone() for name, t in network.state_dict().items()})
+        return network
+
+    NETWORKS.names()
+    monkeypatch.setattr(NETWORKS, "_things", {**NETWORKS._things, "frozen_at_first": frozen_at_first})
+    words = ("--privacy.noise_seed=run", "--model.arch=frozen_at_first", "--model.init=torchvision")
+    directory = train(*PRIVATE, *words, *ONE_ROUND, f"--runtime.engine={engine}")
+    found, trained = results(directory), 4 + 5 * 17
+    assert (found["trainable_parameters"], found["parameters"]) == (trained, trained + 4 * 27)
+    assert found["traffic"] == {"down": 4 * trained, "up": 4 * trained}
+    moved = {name for name, t in saved(directory).items() if not t.equal(drawn[name.partition(".")[2]])}
+    assert moved == {"backbone.0.bias", "backbone.3.weight", "backbone.3.bias"}
 
 
 def test_norms_are_trained_where_there_are_some(train: Train, refused: Refused) -> None:
@@ -94,6 +130,40 @@ def test_a_killed_run_of_adapters_goes_on_to_the_bit(words: tuple[str, ...], tra
     for name in ("model.safetensors", "adapters.safetensors"):
         assert (again / name).read_bytes() == (whole / name).read_bytes()
     assert results(again)["model_probe"] == results(whole)["model_probe"]
+
+
+@pytest.mark.parametrize("words", [(), (*PRIVATE, "--privacy.noise_seed=run")], ids=["plain", "private"])
+def test_where_only_b_is_trained_a_stays_as_drawn_from_the_seed(
+    words: tuple[str, ...], train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*VALUES["lora_b"][0], *words, *ONE_ROUND)
+    assert "LoRA of rank 2 on 4 layers, which are all but the last\n" in capsys.readouterr().out
+    config = FLAIR.read(read_yaml(directory / "config.yaml"), "its config")
+    drawn = adapter_tensors(build_model(config, 17, None, MultiLabel()))
+    kept = load_file(directory / "adapters.safetensors")
+    assert {name for name, t in kept.items() if t.equal(drawn[name])} == {n for n in kept if "lora_a" in n}
+
+
+KEPT = ("--model.input_size=20", "--augment.flip=none", "--evaluation.best_by=last")
+
+
+def test_the_last_layer_by_its_name_is_the_head_and_keeps_features(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = train(*KEPT, "--model.trained=head", name="head")
+    capsys.readouterr()
+    names = ("--model.trained=names", "--model.trained_names")
+    found = train(*KEPT, names[0], f"{names[1]}=fc3", name="names")
+    assert "computed in every round" not in capsys.readouterr().out
+    assert all(t.equal(saved(head)[name]) for name, t in saved(found).items())
+    with killed_at(1):
+        train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed", code=130)
+    assert "computed in every round: its trained layers are not one" in capsys.readouterr().out
+    again = train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed")
+    whole = train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", "--runtime.cache_features=false", name="whole")
+    assert all(t.equal(saved(whole)[name]) for name, t in saved(again).items())
+    moved = {n for n, t in saved(whole).items() if not t.equal(saved(head)[n])}
+    assert moved == {"backbone.fc2.weight", "backbone.fc2.bias", "backbone.fc3.weight", "backbone.fc3.bias"}
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -181,6 +251,16 @@ def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
             "choose at most 3, or set model.trained to",
         ),
         (("--model.trained=lora", "--model.lora_rank=0"), "model.lora_rank is '0': input should be greater"),
+        (
+            ("--model.trained_names=fc3",),
+            "--model.trained_names has no effect where model.trained is all: remove it, or set model.trained",
+        ),
+        (("--model.trained=bias", "--model.lora_trained=b"), "has no effect where model.trained is bias"),
+        (("--model.trained=names", "--model.trained_names=fc4"), "choose other names, like fc"),
+        (
+            ("--model.trained=names", "--model.trained_names=fc2", "--local.head_rate_factor=3"),
+            "local.head_rate_factor is 3, but the last layer is not trained: set local.head_rate_factor to",
+        ),
         ((*LORA, "--model.channel_norm=data"), "but model.trained is lora: set model.trained to head, or"),
         ((*LORA, "--federated.algorithm=fedncm", "--evaluation.best_by=last"), "set model.trained to head"),
     ],
@@ -202,9 +282,8 @@ def test_rank_and_alpha_belong_to_a_run_of_adapters_alone() -> None:
     ]
     assert len({digest(parse([*run_words]).config) for run_words in runs}) == len(runs)
     tree = config_tree(parse([*words]).config)
-    assert not {"lora_rank", "lora_alpha", "last_blocks"} & set(tree["model"]), (
-        "as in runs before there were any"
-    )
+    young = {"lora_rank", "lora_alpha", "last_blocks", "lora_trained", "trained_names"}
+    assert not young & set(tree["model"]), "as in runs before there were any"
     assert FLAIR.read(tree, "config.yaml") == parse([*words]).config
 
 

@@ -52,10 +52,11 @@ def micro(rows: Sequence[dict[str, str]], names: Sequence[str]) -> float:
         ["--federated.algorithm=fedper", f"{OPTION}personal=none", f"{OPTION}tune_epochs=1"],
         ["--federated.algorithm=fedbn", "--model.arch=shufflenet_v2_x0_5", "--federated.cohort_size=2"],
         ["--federated.algorithm=ditto", "--model.trained=lora"],
+        [*words("fedrep"), "--model.trained=names", "--model.trained_names=conv2,fc3"],
         [*words("fedrep"), "--compression.kind=uniform"],
         ["--federated.algorithm=ditto", "--model.trained=head", *FEATURES],
     ],
-    ids=[*WORDS, "tuned", "fedbn", "lora", "compressed", "features"],
+    ids=[*WORDS, "tuned", "fedbn", "lora", "names", "compressed", "features"],
 )
 def test_each_user_is_scored_as_the_run_did(
     argv: Sequence[str], train: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -158,9 +158,11 @@ def test_a_class_an_image_and_the_scale_of_the_data(tmp_path: Path) -> None:
     "words",
     [
         ("--model.trained=lora",),
+        ("--model.trained=lora", "--model.lora_trained=b"),
+        ("--model.trained=names", "--model.trained_names=*.weight"),
         ("--model.trained=two_layers", "--model.bottleneck=8"),
     ],
-    ids=["lora", "bottleneck"],
+    ids=["lora", "lora_b", "names", "bottleneck"],
 )
 def test_the_network_is_the_runs(words: Sequence[str], tmp_path: Path, mini_file: Path) -> None:
     lite = ("--model.arch=efficientnet_lite0", "--model.normalisation=efficientnet_lite")

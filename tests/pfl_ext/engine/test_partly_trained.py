@@ -31,7 +31,9 @@ from tests.pfl_ext.engine.setting import (
 SIZES = [1, 2, 9, 1, 5]
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"trained": "lora", "lora_rank": 3, "lora_alpha": 2.0},
+    "lora_b": {"trained": "lora", "lora_rank": 3, "lora_trained": "b"},
     "last_blocks": {"trained": "last_blocks", "last_blocks": 2},
+    "names": {"trained": "names", "trained_names": "0.weight,4,13"},
     "bias": {"trained": "bias"},
     "norms": {"trained": "norms"},
     "head": {"trained": "head"},
@@ -40,6 +42,8 @@ NAMES = {
     "lora": [
         f"{place}.lora_{part}.weight" for place in (0, 7, 10) for part in "ab"
     ],  # 3 has as many groups as channels
+    "lora_b": [f"{place}.lora_b.weight" for place in (0, 7, 10)],
+    "names": ["0.weight", "4.weight", "4.bias"],
     "last_blocks": ["7.weight", "8.weight", "8.bias", "10.weight", "10.bias"],
     "bias": ["0.bias", "1.bias", "4.bias", "8.bias", "10.bias"],
     "norms": ["1.weight", "1.bias", "4.weight", "4.bias", "8.weight", "8.bias"],
@@ -106,7 +110,7 @@ def test_other_algorithms_train_the_same_part(case: str, options: dict[str, Any]
     assert distance(ours, theirs) <= rounding_of(setting) < 10 * MEANINGFUL
 
 
-@pytest.mark.parametrize("case", ["lora", "last_blocks", "bias", "norms"])
+@pytest.mark.parametrize("case", ["lora", "lora_b", "last_blocks", "bias", "norms"])
 def test_compiled_layers_train_the_same_part(case: str) -> None:
     setting = Setting(SIZES, backbone=lambda: partly(case, wide_backbone))
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]

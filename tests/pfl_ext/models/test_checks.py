@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from pfl_ext.models.checks import check_groups
-from pfl_ext.models.classifier import build_backbone
+from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.small import NETWORKS
 
@@ -48,6 +50,84 @@ def test_masks_of_other_classes_are_refused() -> None:
     NETWORKS.register("of_pixels")(of_pixels)
     with pytest.raises(ValueError, match="which has 6 outputs, but there are 5 classes"):
         build_backbone(ModelConfig("of_pixels", 8), 5, torch.Generator().manual_seed(0))
+
+
+class OwnHead(nn.Module):
+    """Features of a linear layer, and a head that is defined before it or after it."""
+
+    def __init__(self, head: nn.Module, first: bool) -> None:
+        super().__init__()
+        if first:
+            self.head = head
+        self.body = nn.Linear(3 * 8**2, 7)
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(self.body(x.flatten(1)))
+        return outputs
+
+
+class Similarity(nn.Module):
+    """A head that is no linear layer: cosines with a vector of each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cosine_similarity(x[:, None], self.weight[None], dim=2)
+
+
+@pytest.mark.usefixtures("registered")
+def test_another_layer_than_the_last_one_is_not_taken_for_the_head() -> None:
+    NETWORKS.register("head_last")(lambda labels, side: OwnHead(nn.Linear(7, labels), first=False))
+    NETWORKS.register("head_first")(lambda labels, side: OwnHead(nn.Linear(7, labels), first=True))
+    NETWORKS.register("similarity")(lambda labels, side: OwnHead(Similarity(), first=False))
+    NETWORKS.register("no_layer")(lambda labels, side: nn.Sequential(nn.AvgPool2d(side), nn.Flatten()))
+
+    def build(arch: str, labels: int = 5, **options: Any) -> list[str]:
+        config = ModelConfig(arch, 8, **options)
+        network = build_backbone(config, labels, torch.Generator().manual_seed(0))
+        return [name for name, p in network.named_parameters() if p.requires_grad]
+
+    assert build("head_last", trained="head") == ["head.weight", "head.bias"]
+    for trained in ("all", "head"):
+        with pytest.raises(ValueError, match="which defines body after head, but runs head last"):
+            build("head_first", trained=trained)
+    assert build("similarity") == ["body.weight", "body.bias", "head.weight"]
+    for options in ({"trained": "head"}, {"pretrained": True}):
+        with pytest.raises(ValueError, match="layer body has 7 outputs, but there are 5 classes, so"):
+            build("similarity", **options)
+    with pytest.raises(ValueError, match="which has no nn"):
+        build("no_layer", labels=3)
+
+
+def frozen_at_first(labels: int, side: int) -> nn.Module:
+    """A network that freezes its first layer and the scale of its norm itself."""
+    frozen = nn.Conv2d(3, 4, 3, padding=1).requires_grad_(False)
+    norm = nn.BatchNorm2d(4)
+    norm.weight.requires_grad_(False)
+    return nn.Sequential(frozen, norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, labels))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_what_a_network_freezes_itself_stays_frozen_or_the_choice_is_refused(pretrained: bool) -> None:
+    NETWORKS.register("frozen_at_first")(frozen_at_first)
+
+    def build(trained: Any) -> nn.Module:
+        config = ModelConfig("frozen_at_first", 8, trained=trained, pretrained=pretrained)
+        return build_backbone(config, 5, torch.Generator().manual_seed(0))
+
+    network = build("all")
+    norm = FrozenStatisticsBatchNorm2d if pretrained else nn.GroupNorm
+    assert isinstance(network.get_submodule("1"), norm)
+    trained = [name for name, p in network.named_parameters() if p.requires_grad]
+    assert trained == ["1.bias", "4.weight", "4.bias"]
+    for kind in ("head", "last_blocks", "lora", "bias", "norms"):
+        message = f"^model.trained is {kind}, but frozen_at_first itself freezes 0.weight and 2 more: set "
+        with pytest.raises(ValueError, match=message):
+            build(kind)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,11 @@ def test_what_cannot_be_built_is_refused(arch: str, options: dict[str, Any], mes
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("trained", "first", "'all', 'head', 'two_layers', 'last_blocks', 'lora', 'bias' or 'norms'"),
+        (
+            "trained",
+            "first",
+            "'all', 'head', 'two_layers', 'last_blocks', 'lora', 'bias', 'norms' or 'names'",
+        ),
         ("lora_rank", 0, "greater than 0"),
         ("lora_alpha", 0, "greater than 0"),
         ("last_blocks", 0, "greater than 0"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.lora import LowRank, adapter_tensors, adapters_of, load_merged, merged
+from pfl_ext.models.lora import LowRank, adapter_tensors, adapters_in_words, adapters_of, load_merged, merged
 from pfl_ext.models.trained import blocks_of, choose_trained, head_of
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.closeness import assert_close_as_vector
@@ -224,6 +224,68 @@ def test_what_lora_draws_is_a_function_of_its_generator_and_not_of_the_weights(t
     for a, _ in drawn:
         bound = a[0].numel() ** -0.5
         assert 0.9 * bound < float(a.detach().abs().max()) <= bound
+
+
+def test_with_a_fixed_the_mean_of_products_is_the_product_of_means() -> None:
+    """FFA-LoRA's argument (Sun et al. 2024), of two users that have trained for a while."""
+    names = [n for n, _ in build("lenet", trained="lora").named_parameters() if "lora_" in n]
+    apart = {}
+    for kind in ("both", "b"):
+        start = build("lenet", trained="lora", lora_trained=kind)
+        assert [n for n in trained(start) if "lora_" in n] == [
+            n for n in names if kind == "both" or "_b" in n
+        ]
+        users = [trained_for_a_while(copy.deepcopy(start), seed=seed) for seed in (3, 4)]
+        mean = copy.deepcopy(start)
+        with torch.no_grad():
+            for name, p in mean.named_parameters():
+                p.copy_(torch.stack([user.get_parameter(name).double() for user in users]).mean(0))
+        added = [[layer.added() for layer in adapters_of(user).values()] for user in users]
+        products = [torch.stack(of_layer).mean(0) for of_layer in zip(*added)]
+        found = [layer.added() for layer in adapters_of(mean).values()]
+        off = [float((f - p).norm() / p.norm()) for f, p in zip(found, products)]
+        apart[kind] = max(off)
+    assert apart["b"] < 4 * 2**-24 < 0.1 < apart["both"]
+
+
+def test_a_line_says_which_weights_have_no_adapter() -> None:
+    assert adapters_in_words(build("lenet")) is None
+    assert (
+        adapters_in_words(build("lenet", trained="lora"))
+        == "LoRA of rank 8 on 4 layers, which are all but the last"
+    )
+    plain, net = pair("transformer", lora_rank=2)
+    whole = sum(p.numel() for p in plain.parameters())
+    bare = sum(
+        p.numel() for n, p in plain.named_parameters() if "in_proj_weight" in n or "out_proj.weight" in n
+    )
+    bare += plain.get_parameter("class_token").numel() + plain.get_parameter("encoder.pos_embedding").numel()
+    share = f"{100 * bare / whole:.0f} %"
+    largest = "encoder.layers.encoder_layer_0.self_attention.in_proj_weight"
+    expected = (
+        f"on 5 layers; 6 frozen weights have none ({share} of the parameters), the largest is {largest}"
+    )
+    assert adapters_in_words(net) == f"LoRA of rank 2 {expected}"
+
+
+def test_names_choose_what_is_trained_and_nothing_else() -> None:
+    def chosen(names: str, arch: str = "lenet") -> list[str]:
+        return trained(build(arch, trained="names", trained_names=names))
+
+    assert chosen("fc1") == ["fc1.weight", "fc1.bias"]
+    assert chosen(" fc1.bias , conv2 ") == ["conv2.weight", "conv2.bias", "fc1.bias"]
+    assert chosen("conv*.weight,conv1") == ["conv1.weight", "conv1.bias", "conv2.weight"]
+    assert chosen("2", "vgg9") == ["2.weight", "2.bias"], "and not 20"
+    assert ModelConfig(trained_names="a, b ,a").trained_names == "a,b"
+    for names, message in (
+        ("fc1,fc", r"trained_names has fc, but no parameter .*: choose other names, like fc"),
+        ("fc1,*.scale", r"has \*\.scale, but"),
+        ("fc1,,fc2", "with an empty name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chosen(names)
+    with pytest.raises(ValueError, match=r"trained is names, but model\.trained_names is none: set"):
+        ModelConfig(trained="names")
 
 
 class TwoPaths(nn.Module):
