@@ -49,6 +49,11 @@ def mask_places(images: Sequence[Path]) -> list[Path]:
     return bare if len(set(bare)) == len(set(images)) else list(images)
 
 
+def mask_file(folder: Path, place: Path) -> Path:
+    """The file of a mask in a folder, by the mask's place."""
+    return folder / f"{place}.png"
+
+
 class Writer(ABC):
     """Takes predictions batch by batch. `close` puts the last of them in place."""
 
@@ -107,7 +112,7 @@ class Masks(Writer):
             picture.putpalette(self._palette)
             buffer = io.BytesIO()
             picture.save(buffer, "PNG")
-            write_bytes(self._folder / f"{shown.place}.png", buffer.getvalue())
+            write_bytes(mask_file(self._folder, shown.place), buffer.getvalue())
 
 
 class Boxes(Writer):

@@ -37,6 +37,7 @@ from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.detection_scores import CLASS, NO_BOX
 from tests.benchmarks.conftest import TINY, train_into
 from tests.benchmarks.fedcv.test_segmentation import Tiny as TinySegmenter
+from tests.benchmarks.predict.kept_photos import check_that_masks_replace_nothing
 from tests.benchmarks.run_files import results
 from tests.benchmarks.sparing import sparingly
 from tests.pfl_ext.tiny_detector import Tiny as TinyDetector
@@ -199,6 +200,7 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folders[0], folders[1])
     assert run(main, [str(directory), "--images", *folders, "--output", str(output)]) == 2
     assert "would be written to the same mask, wide.png: give each its own" in capsys.readouterr().err
+    check_that_masks_replace_nothing(directory, tmp_path / "photos" / "a", capsys)
 
 
 def test_boxes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
