@@ -62,7 +62,7 @@ def preprocess(source: Source, options: Options) -> None:
     """
     for name, classes in (options.vocabulary or {}).items():
         check_num_labels(name, len(classes))
-    with Journal(options.output_file, options.overwrite) as journal:
+    with Journal(options.output_file, options.overwrite, options.locked) as journal:
         found = scan(source, options, journal)
         _say_transcoded(found, options)
         undecodable: dict[int, str] | None = None
