@@ -35,7 +35,7 @@ from benchmarks.core.execute import pfl_device
 from benchmarks.core.experiment import data_of
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_image, trained
-from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, mask_file, mask_places
+from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, check_table, mask_file, mask_places
 from dataset.arrays import IntArray
 from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
@@ -274,6 +274,9 @@ def main(argv: Sequence[str]) -> None:
             _check_masks(options.output, places, inputs, options.overwrite)
         else:
             _check_output(options.output, model, inputs, options.overwrite)
+            if model.task.outputs == "image":
+                of_files = [*map(str, files)] if options.images else []
+                check_table(of_files, model.classes, model.task.exclusive)
         numbers, meaning = _category_ids(model, known)
         with _writer(model, options.output, options.overwrite, not options.images, numbers) as writer:
             _write(model, batches, total, writer)
