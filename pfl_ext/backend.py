@@ -41,7 +41,7 @@ from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.engine.tuning import Round, Tuner
-from pfl_ext.engine_trial import Trial, few_of, with_corrections
+from pfl_ext.engine_trial import Trial, few_of, steady, with_corrections
 from pfl_ext.events import no_running_loop
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
 from pfl_ext.randomness import seed32
@@ -267,23 +267,24 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         if check is None or not (engine.on_gpu or check.on_cpu) or not few:
             return True
         self._check = None
-        if rule.correction is not None:
-            user, rate = self._images.read(few[0]), local.learning_rate
-            algorithm, rule = with_corrections(algorithm, rule, model, context, user, rate)
         together = self._only_norms_matter()
-        trial = Trial(
-            engine=engine,
-            images=self._images,
-            members=few,
-            local=local,
-            rule=rule,
-            model=model,
-            algorithm=algorithm,
-            context=context,
-            postprocessors=self._postprocessors if together else (),
-            weighting=self._weighting() if together else None,
-        )
-        self.engine = engine if trial.settled(check) else None
+        with steady(model, local) as trained:
+            if rule.correction is not None:
+                user, rate = self._images.read(few[0]), trained.learning_rate
+                algorithm, rule = with_corrections(algorithm, rule, model, context, user, rate)
+            trial = Trial(
+                engine=engine,
+                images=self._images,
+                members=few,
+                local=trained,
+                rule=rule,
+                model=model,
+                algorithm=algorithm,
+                context=context,
+                postprocessors=self._postprocessors if together else (),
+                weighting=self._weighting() if together else None,
+            )
+            self.engine = engine if trial.settled(check) else None
         return self.engine is not None
 
     def _only_norms_matter(self) -> bool:

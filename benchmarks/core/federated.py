@@ -100,7 +100,7 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     optimizer = config.server.build(groups, config.server.chosen_options)
 
     def of_user(_: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        return config.local.optimizer(module.rate_groups(lr, config.local.head_rate_factor), lr)
+        return config.local.new_optimizer(module.rate_groups(lr, config.local.head_rate_factor), lr)
 
     return PyTorchModel(module, of_user, optimizer, amp_dtype=precision_of(run, module))
 
@@ -138,6 +138,7 @@ def setup(
         seed=config.seed,
         has_head_rate=config.local.head_rate_factor != 1,
         clips_all=config.local.global_max_grad_norm is not None,
+        is_sgd=config.local.optimizer == "sgd",
         devices=config.devices,
         folder=None if directory is None else directory / "checkpoint",
     )

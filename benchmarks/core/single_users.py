@@ -10,6 +10,7 @@ Algorithms with a model for each user write ``clients`` themselves, in the same 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.features import Inputs
 from dataset.arrays import IntArray
-from dataset.store.index import in_another_split
+from dataset.store.index import SPLITS, in_another_split
 from dataset.store.views import PARTITIONED, Split
 from pfl_ext.algorithms.own_images import Scores, write_users
 from pfl_ext.data.federated_dataset import ImageStore
@@ -48,8 +49,8 @@ def scores_of_users(
     partition, train = experiment.partition(), inputs.split("train")
     trained = set(train.user_ids if partition is None else partition.user_ids)
     of_file = experiment.protected().partition is None
-    if of_file:  # images of val and test may be theirs, too
-        trained |= {in_another_split(user, split) for user in tuple(trained) for split in ("val", "test")}
+    if of_file:
+        trained = in_all_splits(trained)
     found, rows = {}, list[Tree]()
     for kind, splits in ORDER.items():
         for name in splits:
@@ -70,6 +71,11 @@ def scores_of_users(
     if rows and is_main():
         write_users(directory, rows)
     return {"clients": found} if found else {}
+
+
+def in_all_splits(users: Collection[str]) -> set[str]:
+    """The ids of training users, and those that they have in val and test, of which images may be theirs."""
+    return {*users, *(in_another_split(user, split) for user in users for split in SPLITS[1:])}
 
 
 def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:

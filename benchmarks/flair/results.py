@@ -16,6 +16,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
+from benchmarks.core.single_users import in_all_splits
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives
@@ -164,7 +165,8 @@ def write_users(
         picture = directory / "plots" / "per_user.png"
         plots.per_user_violins(violins, f"{shown('O-AP')} of one user (%)", title, picture)
     columns = {name: values[name] for name in PER_USER}
-    groups = spreads_by_group(store.user_ids, set(trained), np.diff(store.user_offsets), columns)
+    sizes = np.diff(store.user_offsets)
+    groups = spreads_by_group(store.user_ids, in_all_splits(trained), sizes, columns)
     return {"per_user": summary, "clients": groups}
 
 

@@ -191,6 +191,22 @@ def checksum(array: npt.NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
+def _begins(path: Path, data: h5py.Dataset) -> int:
+    """The position in the file of a data set's first byte; 0 for a data set without any.
+
+    Raises:
+        ValueError: for a data set that was compressed or cut into chunks, as by h5repack. Its bytes are not
+            where they are read.
+    """
+    offset: int | None = data.id.get_offset()
+    if offset is None and data.size:
+        raise ValueError(
+            f"{path} has {data.name.strip('/')} compressed or in chunks, but images and masks are read in "
+            f"one piece: run h5repack -l CONTI -f NONE {path} NEW, and take the file NEW"
+        )
+    return offset or 0
+
+
 def _group(file: h5py.File, name: str) -> h5py.Group:
     """A group of an untrusted file; ValueError if it is none."""
     found = member(file, name)
@@ -265,7 +281,7 @@ class NativeReader:
                     raise ValueError("its metadata are not JSON objects")
             self._sized = any("image_sizes" in file[name] for name in self.splits)
             images = {name: dataset(file, f"{name}/images") for name in self.splits}
-            self._data_at = {name: data.id.get_offset() or 0 for name, data in images.items()}
+            self._data_at = {name: _begins(path, data) for name, data in images.items()}
         self._columns: dict[tuple[str, str], IntArray] = {}
         self._descriptor: int | None = None
 
@@ -308,10 +324,9 @@ class NativeReader:
     def _bytes(self, group: h5py.Group, name: str) -> ByteArray:
         """The bytes of masks, which are mapped and not read."""
         data = dataset(group, name)
-        offset = data.id.get_offset()
-        if data.dtype != np.uint8 or data.ndim != 1 or offset is None:
+        if data.dtype != np.uint8 or data.ndim != 1 or not data.size:
             raise ValueError(f"{name} holds no bytes")
-        return np.memmap(self._path, np.uint8, "r", offset, data.shape)
+        return np.memmap(self._path, np.uint8, "r", _begins(self._path, data), data.shape)
 
     def _column(self, split: str, name: str) -> IntArray:
         """A column of a split; read once."""

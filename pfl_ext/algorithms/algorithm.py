@@ -79,6 +79,8 @@ class Setup:
     """Whether the head has another local learning rate than the other layers."""
     clips_all: bool = False
     """Whether users clip the gradients of all variables together, by one norm."""
+    is_sgd: bool = True
+    """Whether a user's steps are those of SGD, maybe with momentum."""
     devices: DevicesConfig | None = None
     """Slow or unreliable devices; None: every user does all of its work at once."""
     folder: Path | None = None

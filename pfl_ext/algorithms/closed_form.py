@@ -84,7 +84,8 @@ class ClosedForm(Algorithm[Sums]):
     idle: ClassVar[str] = (
         "server. local.learning_rate local.effective_learning_rate local.head_rate_factor local.schedule "
         "local.final_learning_rate local.schedule_power local.schedule_factor "
-        "local.max_grad_norm local.clip_by local.momentum local.weight_decay local.num_epochs "
+        "local.max_grad_norm local.clip_by local.optimizer local.momentum local.beta1 local.beta2 "
+        "local.epsilon local.weight_decay local.num_epochs "
         "local.straddle local.shuffle local.reshuffle local.virtual_size augment.views "
         "augment.label_smoothing loss. "
         "federated.weighting federated.reweight federated.sampling federated.replacement privacy.clipping"

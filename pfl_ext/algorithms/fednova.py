@@ -98,11 +98,16 @@ class FedNova(OnPfl):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a proximal term whose pull differs between layers.
+        """Refuse steps of unknown length, and a proximal term whose pull differs between layers.
 
         Raises:
             ValueError: one line with the reason.
         """
+        if not setup.is_sgd:
+            raise ValueError(
+                "FedNova divides by the sum of the weights that steps of sgd give to gradients: set "
+                "local.optimizer to sgd"
+            )
         if setup.options.mu and setup.has_head_rate:
             raise ValueError(
                 "FedNova with federated.mu needs a single learning rate: set local.head_rate_factor to "

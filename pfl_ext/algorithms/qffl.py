@@ -54,7 +54,7 @@ class QFFL(ByLoss):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse L = none where the head has another learning rate, since L would have two values.
+        """Refuse L = none where 1 over the learning rate is not the same L for all weights and steps.
 
         Raises:
             ValueError: one line with the reason.
@@ -63,6 +63,11 @@ class QFFL(ByLoss):
             raise ValueError(
                 "qffl divides by the local learning rate, so there must be only one: set "
                 "local.head_rate_factor to 1, or set federated.options.lipschitz"
+            )
+        if not setup.is_sgd and setup.options.lipschitz is None:
+            raise ValueError(
+                "qffl divides by the local learning rate, which is no bound on steps that are not sgd's: set "
+                "local.optimizer to sgd, or set federated.options.lipschitz"
             )
 
     def tilts(self, losses: Tensor) -> Tensor:

@@ -189,11 +189,17 @@ class Scaffold(WithControls):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse users' states that need more disk than allowed, and option I with a virtual clock.
+        """Refuse users' states that need more disk than allowed, other steps than those of SGD, and option I
+        with a virtual clock.
 
         Raises:
             ValueError: one line with the reason.
         """
+        if not setup.is_sgd:
+            raise ValueError(
+                "SCAFFOLD's control variates are gradients, which it computes from steps of sgd: set "
+                "local.optimizer to sgd"
+            )
         if setup.devices is not None and setup.options.scaffold_option == "I":
             raise ValueError(
                 "SCAFFOLD's option I needs one more pass over the images, which simulated devices do "

@@ -113,6 +113,11 @@ class Split(Algorithm[SplitState]):
                 "split cannot compute the norm of all gradients together, because neither side has all "
                 "of them: set local.clip_by to variable, or local.max_grad_norm to none"
             )
+        if options.momentum == "handover" and not setup.is_sgd:
+            raise ValueError(
+                "split hands over the momentum of sgd only: set local.optimizer to sgd, or "
+                "federated.options.momentum to restart"
+            )
         if options.variant == "splitfed" and options.momentum == "handover":
             raise ValueError(
                 "in splitfed, users train at the same time and pass nothing to each other: set "

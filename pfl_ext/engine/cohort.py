@@ -188,10 +188,11 @@ class CohortEngine:
         return grouped(members, self.arrangement.images, self._fuses(local, scaling), self._max_users)
 
     def _fuses(self, local: LocalTraining, scaling: ScalesUpdates | None) -> bool:
-        """Whether one-step users share a pass. With weight decay an update is not a multiple of a clipped
-        gradient, whose norm alone is known; a correction is each user's own.
+        """Whether one-step users share a pass. With Adam, or with weight decay, an update is no multiple of a
+        clipped gradient, whose norm alone is known; a correction is each user's own.
         """
-        return self._fusable and not (local.weight_decay and scaling is not None) and local.correction is None
+        alone = local.correction is not None or local.adaptive is not None
+        return self._fusable and not alone and not (local.weight_decay and scaling is not None)
 
     def _fitting(self, tasks: Sequence[Task], local: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""

@@ -180,7 +180,7 @@ class Steps:
     @staticmethod
     def know(local: LocalTraining) -> bool:
         """Whether the steps of this training are done here."""
-        return not local.mu and local.correction is None
+        return not local.mu and local.correction is None and local.adaptive is None
 
     def prepare(self, local: LocalTraining) -> None:
         """Make what a recording needs and must not make itself."""

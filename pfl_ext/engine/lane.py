@@ -9,11 +9,13 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pfl_ext.engine.adaptive import Moments
 from pfl_ext.engine.cpu.dense import Linear, Room, gradients_into
 from pfl_ext.engine.gpu_layers import steps_for
 from pfl_ext.engine.gradients import squared_norms_of
@@ -58,6 +60,7 @@ class Lane:
         self._local = layout.zeros()  # first the weights, at the end the update
         self._velocity: Tensor | None = None  # of momentum
         self._velocities: list[Tensor] = []
+        self._moments: Moments | None = None  # of Adam
         self._corrections: list[Tensor] = []  # for the next user, by variable
         self.besides: dict[str, Tensor] = {}  # sum of what users send besides updates
         self._own = first.like(copy.deepcopy(central), layout, self._local)
@@ -89,13 +92,16 @@ class Lane:
 
     def _written(self) -> list[Tensor]:
         """The tensors that a step writes."""
-        written = [self._local, self.sums.losses]
-        return written if self._velocity is None else [*written, self._velocity]
+        kept = [] if self._velocity is None else [self._velocity]
+        kept += [] if self._moments is None else self._moments.tensors
+        return [self._local, self.sums.losses, *kept]
 
     def _prepare(self, local: LocalTraining) -> None:
         if local.momentum and self._velocity is None:
             self._velocity = self.layout.zeros()
             self._velocities = self.layout.views(self._velocity)
+        if local.adaptive is not None and self._moments is None:
+            self._moments = Moments(self.layout)
         if local.correction and not self._corrections:
             self._corrections = self.layout.views(self.layout.zeros())
         if self._steps is not None:
@@ -225,11 +231,15 @@ class Lane:
             if local.correction == "gradient":
                 torch._foreach_add_(gradients, self._corrections)
             clip_gradients(gradients, local)
-            if local.weight_decay:
-                torch._foreach_add_(
-                    gradients, self._starts if first else self._weights, alpha=local.weight_decay
-                )
-            if local.momentum and first:
+            decayed = partial(torch._foreach_add_, alpha=local.weight_decay)
+            if local.weight_decay and not (local.adaptive is not None and local.adaptive.decoupled):
+                decayed(gradients, self._starts if first else self._weights)
+            if local.adaptive is not None:
+                assert self._moments is not None
+                gradients = self._moments.direction(gradients, local.adaptive, first)
+                if local.weight_decay and local.adaptive.decoupled:
+                    decayed(gradients, self._starts if first else self._weights)
+            elif local.momentum and first:
                 torch._foreach_copy_(self._velocities, gradients)
             elif local.momentum:
                 torch._foreach_mul_(self._velocities, local.momentum)

@@ -38,20 +38,33 @@ class LocalSGDConfig(DecayConfig):
     """Gradients with a larger L2 norm are scaled down to this norm; none: no limit."""
     clip_by: Literal["variable", "global"] = "global"
     """Whether `max_grad_norm` limits the gradient of each variable, or of all variables together."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    """Optimiser of a user's steps. It begins in every round without anything kept from earlier rounds."""
     momentum: Fraction = 0.0
-    """Share of the last step's direction that a step keeps; it starts from 0 in every round."""
+    """Share of the last step's direction that a step of sgd keeps."""
+    beta1: Fraction = 0.9
+    """Decay of the mean gradient (adam, adamw)."""
+    beta2: Fraction = 0.999
+    """Decay of the mean squared gradient (adam, adamw)."""
+    epsilon: PositiveFloat = 1e-8
+    """Constant added to the root of the mean squared gradient (adam, adamw)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Multiple of the parameters that is added to their gradient, after clipping each variable."""
+    """Multiple of the parameters added to their clipped gradient; with adamw, to the step itself."""
 
-    def optimizer(self, params: ParamsT, lr: float) -> torch.optim.Optimizer:
+    def new_optimizer(self, params: ParamsT, lr: float) -> torch.optim.Optimizer:
         """A new optimiser with this learning rate. The caller clips by the norm of all gradients together.
 
         The groups of ``params`` already contain `head_rate_factor` (`ImageClassifier.rate_groups`).
         """
-        by_variable = self.max_grad_norm if self.clip_by == "variable" else None
-        if by_variable is None:
-            return torch.optim.SGD(params, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        return PerVariableClippedSGD(params, lr, by_variable, self.momentum, self.weight_decay)
+        kind: Any = torch.optim.SGD
+        more: dict[str, Any] = {"momentum": self.momentum}
+        if self.optimizer != "sgd":
+            betas, decoupled = (self.beta1, self.beta2), self.optimizer == "adamw"
+            kind = torch.optim.Adam
+            more = {"betas": betas, "eps": self.epsilon, "decoupled_weight_decay": decoupled}
+        if self.max_grad_norm is not None and self.clip_by == "variable":
+            kind, more = CLIPPED[kind], more | {"max_norm": self.max_grad_norm, "foreach": True}
+        return kind(params, lr=lr, weight_decay=self.weight_decay, **more)  # type: ignore[no-any-return]
 
     @property
     def global_max_grad_norm(self) -> float | None:
@@ -59,32 +72,40 @@ class LocalSGDConfig(DecayConfig):
         return self.max_grad_norm if self.clip_by == "global" else None
 
 
-class PerVariableClippedSGD(torch.optim.SGD):
-    """SGD that first scales each variable's gradient down to an L2 norm of at most ``max_norm``.
+class _ClipsEach(torch.optim.Optimizer):
+    """Scales each variable's gradient down to an L2 norm of at most ``max_norm`` before a step.
 
     It clips like Keras' ``clipnorm``, each variable by itself, while pfl's ``local_max_grad_norm`` bounds the
     norm of all gradients together. Gradients are scaled in place, and no norm is read back from the device.
     Weight decay is added after clipping.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        max_norm: float,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
+    def __init__(self, params: ParamsT, *, max_norm: float, **more: Any) -> None:
+        super().__init__(params, **more)
         self.max_norm = max_norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Clip, then make an ordinary SGD step. Closures are not supported."""
+        """Clip, then make the optimiser's step. Closures are not supported."""
         assert closure is None
         for group in self.param_groups:
             clip_each([p.grad for p in group["params"] if p.grad is not None], self.max_norm)
-        return super().step()  # type: ignore[no-any-return]
+        return super().step()
+
+
+class PerVariableClippedSGD(_ClipsEach, torch.optim.SGD):
+    """SGD that first clips each variable's gradient."""
+
+
+class PerVariableClippedAdam(_ClipsEach, torch.optim.Adam):
+    """Adam or AdamW that first clips each variable's gradient."""
+
+
+CLIPPED: dict[type[torch.optim.Optimizer], type[_ClipsEach]] = {
+    torch.optim.SGD: PerVariableClippedSGD,
+    torch.optim.Adam: PerVariableClippedAdam,
+}
+"""The optimisers that the engine knows, and each as it first clips each variable's gradient."""
 
 
 def clip_each(gradients: list[Tensor], max_norm: float) -> None:
@@ -102,18 +123,27 @@ def clip_each(gradients: list[Tensor], max_norm: float) -> None:
         torch._foreach_mul_(gradients, list((max_norm / norms.clamp(min=max_norm)).unbind()))
 
 
+class Adaptive(NamedTuple):
+    """Adam's constants, which replace momentum, and whether weight decay is added to the step (AdamW)."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    decoupled: bool
+
+
 @dataclass(frozen=True)
 class LocalTraining:
-    """Local SGD in the form that the engine computes.
+    """Local training in the form that the engine computes.
 
     ``clipping`` of a step's gradient: "variable" limits each variable's norm to ``max_norm`` (Keras'
     clipnorm), "global" that of all together (torch's clip_grad_norm_, pfl's). ``mu`` is the weight of
     ``|w - w_central|^2 / 2`` in the loss. ``amp`` is the type of autocast, or None. ``momentum`` and
     ``weight_decay`` are those of ``torch.optim.SGD``: after clipping ``g <- g + weight_decay w``,
-    ``v <- momentum v + g``, ``w <- w - lr factor v``, with v starting at 0 for each user. ``factors`` has one
-    factor for each variable (empty: all 1). ``correction`` says where a user's correction is added, if there
-    is one, and ``corrects_all`` whether it changes all weights (`pfl_ext.rules`). ``rate_varies``: whether
-    learning rates differ between rounds.
+    ``v <- momentum v + g``, ``w <- w - lr factor v``, with v starting at 0 for each user. With ``adaptive``
+    steps are those of ``torch.optim.Adam``. ``factors`` has one factor for each variable (empty: all 1).
+    ``correction`` says where a user's correction is added, if there is one, and ``corrects_all`` whether it
+    changes all weights (`pfl_ext.rules`). ``rate_varies``: whether learning rates differ between rounds.
     """
 
     learning_rate: float
@@ -129,6 +159,7 @@ class LocalTraining:
     corrects_all: bool = False
     factors: tuple[float, ...] = ()
     rate_varies: bool = False
+    adaptive: Adaptive | None = None
 
     @property
     def form(self) -> LocalTraining:
@@ -148,7 +179,7 @@ class LocalTraining:
     def is_plain(self) -> bool:
         """Whether a step is gradient descent and nothing else."""
         more = self.mu or self.momentum or self.weight_decay or self.correction or self.factors
-        return not more and self.clipping == "none"
+        return not more and self.clipping == "none" and self.adaptive is None
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """A context in which forward runs in this precision."""
@@ -172,16 +203,19 @@ def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> 
     """The local training of this round, or a few words that say why the engine cannot do it."""
     params = context.model_train_params
     optimizer = model.new_local_optimizer(learning_rate=params.local_learning_rate)
-    if type(optimizer) not in (torch.optim.SGD, PerVariableClippedSGD):
+    if type(optimizer) not in (*CLIPPED, *CLIPPED.values()):
         return f"local optimiser {type(optimizer).__name__}"
-    group = optimizer.param_groups[0]
-    if any(group[key] for key in ("nesterov", "maximize", "dampening")):
-        return "SGD with Nesterov's momentum, dampening or ascent"
+    group, adaptive = optimizer.param_groups[0], None
+    if any(group.get(key) for key in ("nesterov", "maximize", "dampening", "amsgrad")):
+        return "a local optimiser with Nesterov's momentum, dampening, ascent or AMSGrad"
+    if isinstance(optimizer, torch.optim.Adam):
+        beta1, beta2 = map(float, group["betas"])
+        adaptive = Adaptive(beta1, beta2, float(group["eps"]), bool(group["decoupled_weight_decay"]))
     if model.grad_scaler is not None or params.grad_accumulation_steps != 1 or params.get("local_num_steps"):
         return "gradient scaling, accumulation or a number of local steps"
     clipping: LocalClipping = "none"
     max_norm = 0.0
-    if isinstance(optimizer, PerVariableClippedSGD):
+    if isinstance(optimizer, _ClipsEach):
         clipping, max_norm = "variable", optimizer.max_norm
         if params.local_max_grad_norm is not None:
             return "two kinds of local clipping at once"
@@ -196,11 +230,12 @@ def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> 
         max_norm,
         rule.proximal_weight,
         amp,
-        float(group["momentum"]),
+        float(group.get("momentum", 0.0)),
         float(group["weight_decay"]),
         rule.correction,
         rule.correction is not None and rule.corrects_all,
         rate_factors(model, optimizer),
+        adaptive=adaptive,
     )
 
 

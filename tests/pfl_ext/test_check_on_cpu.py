@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.selfcheck import CPU_LIMIT, PATHS, CheckOnCpu, SelfCheck
-from tests.pfl_ext.engine.setting import Setting, distance, private
+from tests.pfl_ext.engine.setting import LABELS, Setting, distance, private
 
 SIZES = [3, 1, 9, 2, 0, 5]
 
@@ -31,6 +32,27 @@ def test_bfloat16_may_be_as_far_off_as_pfls_own() -> None:
     assert check.outcome is not None
     assert check.outcome["path"] == 0
     assert CPU_LIMIT < check.outcome["limit"] < 0.5
+
+
+def biases_of_no_effect() -> nn.Module:
+    """A norm for each channel takes away what a bias adds, so the bias' gradient is nothing but rounding."""
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 64, 3, padding=1)
+    rest = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, LABELS)
+    return nn.Sequential(convolution, nn.GroupNorm(64, 64), *rest)
+
+
+def test_steps_that_magnify_rounding_are_checked_by_steps_that_do_not() -> None:
+    def setting(check: SelfCheck | None = None) -> Setting:
+        adam: dict[str, Any] = {"adam": "adamw", "epsilon": 1e-10, "learning_rate": 1e-3}
+        return Setting([9, 1], clipping="none", backbone=biases_of_no_effect, check=check, **adam)
+
+    check = CheckOnCpu()
+    ours = setting(check).run(True)[0]
+    assert check.outcome is not None
+    assert check.outcome["path"] == 0
+    assert distance(ours, setting().run(False)[0]) > CPU_LIMIT > 10 * check.outcome["deviation"]
+    assert distance(ours, setting().run(True)[0]) == 0, "the check leaves no trace in the round"
 
 
 def wrong_steps(patch: pytest.MonkeyPatch) -> None:

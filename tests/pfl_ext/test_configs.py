@@ -57,7 +57,11 @@ SGD = {
     "head_rate_factor": 1.0,
     "max_grad_norm": None,
     "clip_by": "global",
+    "optimizer": "sgd",
     "momentum": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
     "weight_decay": 0.0,
 }
 SERVER = {

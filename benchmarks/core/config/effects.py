@@ -153,6 +153,11 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.max_images local.cap", because, "set local.virtual_size to none")
     elif local.max_images is None:
         yield Idle("local.cap", "local.max_images is none", "give local.max_images")
+    if local.optimizer == "sgd":
+        keys = "local.beta1 local.beta2 local.epsilon"
+        yield Idle(keys, "local.optimizer is sgd", "choose adam or adamw")
+    else:
+        yield Idle("local.momentum", f"local.optimizer is {local.optimizer}", "choose sgd")
     if not local.shuffle:
         yield Idle("local.reshuffle", "local.shuffle is false", "set local.shuffle to true")
     if local.max_grad_norm is None:

@@ -117,7 +117,11 @@ TABLE: Mapping[str, Rule] = {
         "schedule final_learning_rate schedule_power schedule_factor",
     ),
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle shuffle reshuffle"),
-    **each(BEFORE_CLIPPING, "local", "max_grad_norm clip_by momentum weight_decay virtual_size"),
+    **each(
+        BEFORE_CLIPPING,
+        "local",
+        "max_grad_norm clip_by optimizer momentum beta1 beta2 epsilon weight_decay virtual_size",
+    ),
     **each(
         AFTER_NOISE,
         "server",

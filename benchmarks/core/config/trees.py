@@ -187,8 +187,9 @@ def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
     Raises:
         ValueError: one line that names the first wrong key and what it may be.
     """
+    known: Any = kind
     for key, value in dotted(tree if isinstance(tree, Mapping) else {}).items():
-        if isinstance(value, bool) and f"{key}.".startswith(_numbers(kind)):  # pydantic takes true for 1
+        if isinstance(value, bool) and f"{key}.".startswith(_numbers(known)):  # pydantic takes true for 1
             raise ValueError(f"{where}: {prefix}{key} is {as_word(value)}: give a number")
     try:
         return TypeAdapter(kind).validate_python(dict(tree) if isinstance(tree, Mapping) else tree)

@@ -13,11 +13,13 @@ from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.detection.config import DETECTION, parse
 from benchmarks.fedcv.detection.train import FederatedDetection, main
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
+from dataset.flair.mini import write_mini
 from dataset.flair.mini_draw import COARSE_LABELS
 from dataset.flair.mini_outlines import boxed_index, masked_index, write_boxed, write_masked
 from dataset.store.annotations import CROWD, Boxes, Masks, offsets_of
 from dataset.store.box_view import NO_BOX, BoxView
 from dataset.store.hdf5 import DataFile
+from dataset.store.index import in_another_split
 from dataset.store.validate import validate
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks import detection_scores
@@ -101,6 +103,19 @@ def test_a_run_leaves_scores_of_each_class_and_of_the_clients_and_pictures(
     assert found["partition"]["users"] == 8
     for picture in ("boxes", "per_class_ap", "per_user", "training_curve"):
         assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_users_of_test_who_train_count_as_seen_and_namesakes_of_clients_do_not(tmp_path: Path) -> None:
+    """In test they have another name, as in files of VOC and COCO by author."""
+    index = boxed_index(SPEC)
+    users = [in_another_split(user, "test") for user in list(index.splits["train"].user_ids)[:2]]
+    test = replace(index.splits["test"], user_ids=[*users, "0"])
+    path = tmp_path / "authors.hdf5"
+    write_mini(path, SPEC, index=replace(index, splits={**index.splits, "test": test}))
+    for partition, groups in (("none", {"seen": 2, "new": 1}), ("iid-clients-3-seed-0", {"new": 3})):
+        words = (f"--data_path={path}", *SMALL, *SHORT, f"--data.partition={partition}")
+        found = results(run_into(main, tmp_path / partition, *words))["clients"]
+        assert {group: scored["users"] for group, scored in found.items()} == groups
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:

@@ -25,7 +25,7 @@ from dataset.store import probe
 from dataset.store.columns import MAX_ID_BYTES
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import MAX_SCANS, decode, jpeg_size
-from dataset.store.native import checksum
+from dataset.store.native import Storage, checksum
 from dataset.store.validate import main as describe
 from tests.dataset.drawn import (
     Record,
@@ -323,3 +323,19 @@ def test_the_file_on_which_hdf5_never_ended_is_refused(
     monkeypatch.setattr(probe, "CPU_S", 3)
     with pytest.raises(ValueError, match="crashes or hangs on it"):
         probe.probe(path)
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw"])
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"compression": "lzf"}, {"chunks": True}])
+def test_images_that_another_program_compressed_are_refused_before_they_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], storage: Storage, options: dict[str, Any]
+) -> None:
+    """Their bytes lie elsewhere; before, pixels were taken from the beginning of the file."""
+    path = write(tmp_path / "f.hdf5", storage)
+    with h5py.File(path, "a") as file:
+        pixels = file["train/images"][()]
+        del file["train/images"]
+        file["train"].create_dataset("images", data=pixels, **options)
+    with pytest.raises(ValueError, match=r"train/images compressed or in chunks.*h5repack -l CONTI -f NONE"):
+        DataFile(path)
+    assert "h5repack -l CONTI" in refused(describe, capsys, str(path))

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.training import PerVariableClippedSGD
+from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, PrivateMean, private_mean
@@ -191,6 +191,10 @@ class Setting:
     cohort: int | None = None
     momentum: float = 0.0
     weight_decay: float = 0.0
+    adam: Literal["adam", "adamw"] | None = None
+    """Not None: in the place of SGD."""
+    epsilon: float = 1e-3
+    """Adam's; the usual 1e-8 makes a step of lr of what is only a gradient's rounding."""
     head_rate: float = 1.0
     rates: Sequence[float] = ()
     """Learning rates of the rounds; empty: `learning_rate` in all."""
@@ -216,14 +220,17 @@ class Setting:
         module = ImageClassifier(
             backbone, input_size=10, exact_crops=self.exact_crops, task=self.task, cutout=self.cutout
         )
-        variable = self.clipping == "variable"
-        more: dict[str, Any] = {"momentum": self.momentum, "weight_decay": self.weight_decay}
+        steps = LocalSGDConfig(
+            optimizer=self.adam or "sgd",
+            momentum=self.momentum,
+            epsilon=self.epsilon,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_norm if self.clipping == "variable" else None,
+            clip_by="variable",
+        )
 
         def local(_: Any, lr: float) -> torch.optim.Optimizer:
-            parameters = module.rate_groups(lr, self.head_rate)
-            if variable:
-                return PerVariableClippedSGD(parameters, lr=lr, max_norm=self.max_norm, **more)
-            return torch.optim.SGD(parameters, lr=lr, **more)
+            return steps.new_optimizer(module.rate_groups(lr, self.head_rate), lr)
 
         model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), lr=1.0), amp_dtype=self.amp)
         data = FederatedImageDataset(

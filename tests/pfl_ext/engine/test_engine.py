@@ -102,6 +102,7 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(choice: str) -> None:
             assert reported[name].weight == value.weight
 
 
+ADAM: dict[str, Any] = {"adam": "adam", "learning_rate": 0.002}
 LOCAL_TRAININGS: list[dict[str, Any]] = [
     {"clipping": "none", "task": SingleLabel(TrainingLoss(label_smoothing=0.2))},
     {
@@ -111,6 +112,8 @@ LOCAL_TRAININGS: list[dict[str, Any]] = [
     {"nova": True, "mu": 0.3},
     {"scaffold": ("II", "step"), "momentum": 0.5},
     {"dynamic": 0.3},
+    {"adam": "adam", "weight_decay": 0.05, "mu": 0.3},
+    {"adam": "adamw", "weight_decay": 0.5, "head_rate": 4.0, "clipping": "global"},
 ]
 
 
@@ -126,13 +129,15 @@ def test_rounds_at_rates_of_their_own_are_trained_as_by_pfls_loop(training: dict
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("kind", ["gaussian", "adaptive"])
-def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(clipping: Clipping, kind: Mechanism) -> None:
+@pytest.mark.parametrize("kind, words", [("gaussian", {}), ("adaptive", {}), ("gaussian", ADAM)], ids=str)
+def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(
+    clipping: Clipping, kind: Mechanism, words: dict[str, Any]
+) -> None:
     sizes = [1, 2, 1, 2, 3, 9, 20]
 
     def setting() -> Setting:
         more = [private(len(sizes), kind, clipping, noisy=False)]
-        return Setting(sizes, by_images=False, more=more, rounds=3, head_rate=0.5)
+        return Setting(sizes, by_images=False, more=more, rounds=3, head_rate=0.5, **words)
 
     theirs, _, metrics = setting().run(engine=False)
     ours, _, our_metrics = setting().run(True, lanes=2)

@@ -39,6 +39,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "pfl's": {"clipping": "global"},
     "no clipping": {"clipping": "none"},
     "momentum and decay": {"momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"adam": "adam", "weight_decay": 0.01, "clipping": "none"},
+    "AdamW": {"adam": "adamw", "weight_decay": 0.5},
     "FedProx": {"mu": 0.1},
     "FedNova": {"nova": True},
     "SCAFFOLD in the gradient": {"scaffold": ("II", "gradient")},
@@ -75,8 +77,13 @@ def on_card(setting: Setting, **options: Any) -> tuple[dict[str, torch.Tensor], 
     return {name: plain(t) for name, t in update.items()}, waits
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("name", TRAININGS)
+ALONE = {name for name, words in TRAININGS.items() if {"scaffold", "dynamic", "adam"} & set(words)}
+"""Trainings in which no users share a pass."""
+
+
+@pytest.mark.parametrize(
+    ("name", "fuse"), [(name, fuse) for name in TRAININGS for fuse in {False, name not in ALONE}]
+)
 def test_a_card_trains_as_a_cpu_does(name: str, fuse: bool) -> None:
     theirs, rounding = on_cpu(trained, name)
     assert distance(on_card(trained(name), lanes=1 if fuse else 3, fuse=fuse)[0], theirs) <= rounding
@@ -113,6 +120,7 @@ def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
         ({"clipping": "none"}, True),
         ({"head_rate": 4.0, "momentum": 0.9, "weight_decay": 0.01}, False),
         ({"scaffold": ("II", "step")}, False),
+        ({"adam": "adamw", "head_rate": 4.0, "weight_decay": 0.5}, True),
     ],
 )
 def test_a_card_records_its_steps_once_for_the_rates_of_all_rounds(

@@ -93,6 +93,7 @@ def test_a_private_cohort_is_clipped_as_by_pfls_loop(case: str, clipping: Clippi
         {"weight_decay": 0.05},
         {"scaffold": ("II", "gradient"), "rounds": 2},
         {"dynamic": 0.3, "rounds": 2},
+        {"adam": "adamw", "weight_decay": 0.5},
     ],
     ids=str,
 )

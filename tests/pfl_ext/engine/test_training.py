@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,14 @@ from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
 from pfl_ext.backend import training_context
-from pfl_ext.engine.training import LocalSGDConfig, LocalTraining, PerVariableClippedSGD, local_training
+from pfl_ext.engine.training import (
+    Adaptive,
+    LocalSGDConfig,
+    LocalTraining,
+    PerVariableClippedAdam,
+    PerVariableClippedSGD,
+    local_training,
+)
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import Rule
 from pfl_ext.tasks.multi_label import MultiLabel
@@ -39,10 +47,24 @@ def test_the_steps_of_sgd_are_taken_over_with_their_clipping() -> None:
     assert asked(by_variable) == LocalTraining(0.2, 3, 4, "variable", 0.5, 0.0, None)
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_steps_of_adam_are_taken_over_with_their_clipping(decoupled: bool) -> None:
+    config = LocalSGDConfig(
+        optimizer="adamw" if decoupled else "adam", beta1=0.5, beta2=0.75, epsilon=0.25, weight_decay=0.125
+    )
+    adaptive = Adaptive(0.5, 0.75, 0.25, decoupled)
+    expected = LocalTraining(0.2, 3, 4, "none", 0.0, 0.0, None, weight_decay=0.125, adaptive=adaptive)
+    assert asked(config.new_optimizer) == expected
+    clipped = replace(config, max_grad_norm=0.5, clip_by="variable").new_optimizer
+    assert type(clipped([nn.Parameter(torch.zeros(1))], 0.1)) is PerVariableClippedAdam
+    assert asked(clipped) == replace(expected, clipping="variable", max_norm=0.5)
+
+
 @pytest.mark.parametrize(
     "words, reason",
     [
-        ({"optimizer": torch.optim.Adam}, "Adam"),
+        ({"optimizer": torch.optim.NAdam}, "NAdam"),
+        ({"optimizer": partial(torch.optim.Adam, amsgrad=True)}, "AMSGrad"),
         ({"optimizer": partial(SGD, momentum=0.5, nesterov=True)}, "Nesterov"),
         ({"optimizer": partial(SGD, maximize=True)}, "ascent"),
         ({"optimizer": partial(SGD, momentum=0.5, dampening=0.5)}, "dampening"),
@@ -65,8 +87,8 @@ def test_a_bound_is_for_all_gradients_together_or_for_each_never_for_both() -> N
     weight = nn.Parameter(torch.zeros(1))
     together, each = (LocalSGDConfig(max_grad_norm=0.5, clip_by=by) for by in ("global", "variable"))
     assert (together.global_max_grad_norm, each.global_max_grad_norm) == (0.5, None)
-    assert type(together.optimizer([weight], 0.1)) is SGD
-    optimizer = each.optimizer([weight], 0.1)
+    assert type(together.new_optimizer([weight], 0.1)) is SGD
+    optimizer = each.new_optimizer([weight], 0.1)
     assert isinstance(optimizer, PerVariableClippedSGD)
     assert optimizer.max_norm == 0.5
     assert LocalSGDConfig().global_max_grad_norm is None
