@@ -61,7 +61,7 @@ def fingerprint(*words: Any) -> str:
     code = code_digest(ROOT), hashlib.sha256(b"".join(own)).hexdigest()
     gpu = None
     if torch.cuda.is_available():
-        driver = DRIVER.read_text() if DRIVER.is_file() else ""
+        driver = DRIVER.read_bytes() if DRIVER.is_file() else b""
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         gpu = torch.cuda.get_device_name(), driver, torch.version.cuda, cudnn
     versions = [version_of(library) for library in LIBRARIES]
