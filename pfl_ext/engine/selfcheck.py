@@ -62,7 +62,8 @@ def fingerprint(*words: Any) -> str:
     gpu = None
     if torch.cuda.is_available():
         driver = DRIVER.read_bytes() if DRIVER.is_file() else b""
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        library = torch.backends.cudnn
+        cudnn = library.version() if library.is_available() else None  # type: ignore[no-untyped-call]
         gpu = torch.cuda.get_device_name(), driver, torch.version.cuda, cudnn
     versions = [version_of(library) for library in LIBRARIES]
     return hashlib.sha256(repr((code, gpu, versions, words)).encode()).hexdigest()[:16]
