@@ -46,7 +46,7 @@ AGAIN = 75
 """Exit code of a run that continues when the same command is started again (`dataset.cli`)."""
 ROOT, CODE = Path(__file__).parents[1], {".py", ".h", ".cpp"}
 """The folder of pfl_ext, and the suffixes of its code."""
-LIBRARIES = ("torch", "torchvision", "triton", "pfl")
+LIBRARIES = ("torch", "torchvision", "triton", "pfl", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 DRIVER = Path("/proc/driver/nvidia/version")
 Sums = Mapping[str, Tensor]
 
@@ -54,17 +54,15 @@ Sums = Mapping[str, Tensor]
 def fingerprint(*words: Any) -> str:
     """A hash of what the compared sums depend on, and of these words.
 
-    These sums depend on all code of pfl_ext, the user's own modules (`FL_IMPORT`), the GPU with its driver,
-    CUDA and cuDNN, and the versions of `LIBRARIES`.
+    These sums depend on all code of pfl_ext, the user's own modules (`FL_IMPORT`), the GPU with its driver
+    and CUDA, and the versions of `LIBRARIES`.
     """
     own = [Path(module.__file__).read_bytes() for module in own_modules() if module.__file__]
     code = code_digest(ROOT), hashlib.sha256(b"".join(own)).hexdigest()
     gpu = None
     if torch.cuda.is_available():
         driver = DRIVER.read_bytes() if DRIVER.is_file() else b""
-        library = torch.backends.cudnn
-        cudnn = library.version() if library.is_available() else None  # type: ignore[no-untyped-call]
-        gpu = torch.cuda.get_device_name(), driver, torch.version.cuda, cudnn
+        gpu = torch.cuda.get_device_name(), driver, torch.version.cuda
     versions = [version_of(library) for library in LIBRARIES]
     return hashlib.sha256(repr((code, gpu, versions, words)).encode()).hexdigest()[:16]
 

@@ -70,8 +70,6 @@ def test_the_gpu_and_the_libraries_count(part: str, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: of.name)
         monkeypatch.setattr(torch.version, "cuda", of.CUDA)
-        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: of.cuDNN)
         monkeypatch.setattr(
             selfcheck, "version_of", lambda library: of.Triton if library == "triton" else "1"
         )
