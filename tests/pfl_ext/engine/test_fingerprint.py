@@ -70,9 +70,8 @@ def test_the_gpu_and_the_libraries_count(part: str, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: of.name)
         monkeypatch.setattr(torch.version, "cuda", of.CUDA)
-        monkeypatch.setattr(
-            selfcheck, "version_of", lambda library: of.Triton if library == "triton" else "1"
-        )
+        installed = {"triton": of.Triton, "nvidia-cudnn-cu13": of.cuDNN}
+        monkeypatch.setattr(selfcheck, "version_of", installed.get)
         return fingerprint()
 
     assert key("1") == key("1")
