@@ -11,8 +11,9 @@ import json
 import math
 import os
 import pkgutil
+import secrets
+import stat
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,29 +47,34 @@ def written(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
+def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Give the path of a temporary file, which takes the name ``path`` when the block ends.
 
     The name always holds the old content or all of the new. If the block raises, the temporary file goes.
+
+    Args:
+        path: the file.
+        mode: who may read and write it; the process's umask, or a default of the folder, takes rights away.
 
     Raises:
         OSError: one clause with the path.
     """
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        allowed = stat.S_IMODE(os.fstat(handle).st_mode)
         os.close(handle)
-        temporary = Path(name)
         try:
             yield temporary
             sync(temporary)
-            os.chmod(temporary, mode)
+            os.chmod(temporary, allowed)  # who writes the file may have put another in its place
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
+def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file by `replacing`."""
     with replacing(path, mode) as temporary:
         temporary.write_bytes(content)
@@ -136,8 +142,8 @@ def utf8(content: bytes, where: str) -> str:
 
 def state_of(path: Path) -> str:
     """Size and time of a file: another state of it has others."""
-    stat = path.stat()
-    return f"{stat.st_size} {stat.st_mtime_ns}"
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 def file_digest(path: Path, algorithm: str = "sha256") -> str:

@@ -57,12 +57,19 @@ def only_writer(output: Path, overwrite: bool = True, option: str = "--output_fi
 
 
 class Journal:
-    """Entries by name; a context manager. It is entered, and refused, as `only_writer` is."""
+    """Entries by name; a context manager. It is entered, and refused, as `only_writer` is.
 
-    def __init__(self, output: Path, overwrite: bool = True) -> None:
+    Args:
+        output: the path of the file.
+        overwrite: whether it may exist.
+        locked: whether the caller is the `only_writer` already.
+    """
+
+    def __init__(self, output: Path, overwrite: bool = True, locked: bool = False) -> None:
         self.folder = _folder_of(output)
         self.data = self.folder / "data.hdf5"
-        self._lock = only_writer(output, overwrite)
+        own = contextlib.nullcontext() if locked else only_writer(output, overwrite)
+        self._lock: contextlib.AbstractContextManager[None] = own
 
     def __enter__(self) -> Journal:
         self._lock.__enter__()

@@ -32,6 +32,7 @@ from dataset.fetch.source import Image, Source
 from dataset.files import prefetched
 from dataset.journal import Journal, disk_of, free
 from dataset.scan import Options, Scan, progress, refuse, scan
+from dataset.store.annotations import check_num_labels
 from dataset.store.columns import Placement, build_index, kinds
 from dataset.store.images import Pixels, Transcoding, decode, resized, to_jpeg, to_pixels
 from dataset.store.index import DatasetIndex
@@ -56,10 +57,12 @@ def preprocess(source: Source, options: Options) -> None:
     Raises:
         ValueError: for an image that cannot be used (unless such images are skipped), and for records that
             contradict one another; the message names user and image. For an output that another process
-            writes, or that exists and is not to be replaced.
+            writes, or that exists and is not to be replaced. For more classes than a file can have.
         OSError: if the disk is full.
     """
-    with Journal(options.output_file, options.overwrite) as journal:
+    for name, classes in (options.vocabulary or {}).items():
+        check_num_labels(name, len(classes))
+    with Journal(options.output_file, options.overwrite, options.locked) as journal:
         found = scan(source, options, journal)
         _say_transcoded(found, options)
         undecodable: dict[int, str] | None = None

@@ -29,6 +29,7 @@ from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
 from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
+from dataset.journal import only_writer
 from dataset.preprocess import UPRIGHT, Options, check_room, checked_places, command_parser, make
 from dataset.store.annotations import BACKGROUND
 from dataset.store.hdf5 import DataFile
@@ -136,6 +137,12 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     spec = specs[arguments.subset] if len(specs) > 1 else next(iter(specs.values()))
     output, folder = checked_places(arguments)
     place = _Place.of(spec, arguments.source, folder)
+    with only_writer(output, arguments.overwrite):  # before the first download
+        _make(place, arguments, output)
+
+
+def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
+    spec = place.spec
     form = getattr(arguments, "annotation", spec.layout.forms[0])
     files = collected(place.fetched(), lambda path: spec.layout.wanted(path, form))
     users = _users(arguments, files, spec.layout.ways)
@@ -164,6 +171,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         arguments.storage,
         arguments.image_size,
         overwrite=arguments.overwrite,
+        locked=True,
         verify=arguments.verify,
         on_bad_image=arguments.on_bad_image,
         vocabulary={COLUMNS[form]: list(annotated.classes)},
@@ -172,7 +180,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         tool=f"dataset.{spec.name}.download_preprocess",
         finish=Finish(others, annotated.sizes),
     )
-    make(place.source(table, annotated.folders, provenance), options, folder)
+    make(place.source(table, annotated.folders, provenance), options, place.downloads)
     _say_training(output, form)
 
 

@@ -29,6 +29,7 @@ from dataset.fetch.listed import (
 )
 from dataset.fetch.source import Shard, delete_downloads, digest_of
 from dataset.files import write_bytes
+from dataset.journal import only_writer
 from dataset.partitions.assignments import NOBODY, deal, partition_of
 from dataset.partitions.geo import geo_partition, leaf_ids, read_coordinates
 from dataset.preprocess import Options, checked_places, command_parser, make
@@ -75,6 +76,18 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     if arguments.coordinates is not None:
         places = read_coordinates(input_file("--coordinates", arguments.coordinates))
         n_max = _sizes(arguments.n_max)
+    with only_writer(output, arguments.overwrite):  # before the first download
+        _make(spec, arguments, folder, places, n_max)
+
+
+def _make(
+    spec: ListedSet,
+    arguments: argparse.Namespace,
+    folder: Path,
+    places: Places,
+    n_max: Sequence[int],
+) -> None:
+    output: Path = arguments.output_file
     lists = read_lists(_splits(spec, arguments, folder))
     table = lists.table(spec.natural)
     source = _source(spec, arguments.source, folder, lists, table)
@@ -84,6 +97,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
         arguments.storage,
         arguments.image_size,
         overwrite=arguments.overwrite,
+        locked=True,
         verify=arguments.verify,
         on_bad_image=arguments.on_bad_image,
         tool=f"dataset.{spec.name}.download_preprocess",

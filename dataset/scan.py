@@ -64,6 +64,8 @@ class Options:
     same ids."""
     finish: Callable[[DatasetIndex], DatasetIndex] | None = None  # a last change to the index
     overwrite: bool = False  # an existing output file, also one that another process has made meanwhile
+    locked: bool = False
+    """Whether the caller is the output's `dataset.journal.only_writer`, because it downloads beforehand."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ from safetensors.torch import save_file
 
 from dataset.files import HALF_WRITTEN, locked, replacing, sync, written
 
+INNER = ("checkpoint", "plots")
+"""The folders in a run's directory that belong to the run."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object that `dataset.files.write_json` wrote.
@@ -146,16 +149,18 @@ def load_newest(
 
 
 def _remove_half_written(directory: Path) -> None:
-    for pattern in HALF_WRITTEN:
-        for dead in (*directory.glob(pattern), *directory.glob(f"*/{pattern}")):
-            dead.unlink(missing_ok=True)
+    for folder in (directory, *(directory / name for name in INNER)):
+        for pattern in HALF_WRITTEN:
+            for dead in folder.glob(pattern):
+                dead.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def sole_owner(directory: Path) -> Iterator[None]:
     """Lock a directory for this process, on file systems with locks; the lock of a killed process is gone.
 
-    Half-written files of killed processes are removed, one folder deep.
+    Half-written files of killed processes are removed from the directory and its folders `INNER`. Other
+    folders in it may be directories of other owners.
 
     Raises:
         ValueError: when another process has the lock.

@@ -35,7 +35,7 @@ from benchmarks.core.execute import pfl_device
 from benchmarks.core.experiment import data_of, is_data_of
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_image, trained
-from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, mask_places
+from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, check_table, mask_file, mask_places
 from dataset.arrays import IntArray
 from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
@@ -65,7 +65,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data_path", type=Path, metavar="F", help="the data file, if not the run's own")
     parser.add_argument("--user", metavar="ID", help="predict with this training user's own model")
     parser.add_argument("--output", type=Path, required=True, metavar="F", help="file; a folder for masks")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file --output if it exists")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file --output, or masks, if they exist"
+    )
     parser.add_argument("--device", default="auto", help="such as cpu or cuda:0")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of a CPU; all cores if not given")
     options = parser.read(argv)
@@ -123,6 +125,26 @@ def _check_output(output: Path, model: Trained, inputs: Iterable[Path], overwrit
     output_file("--output", output, overwrite)
 
 
+def _check_masks(output: Path, places: Iterable[Path], inputs: Iterable[Path], overwrite: bool) -> None:
+    """Refuse a folder in which a mask would replace an image that is read; or any file, if not allowed to.
+
+    Raises:
+        ValueError: one line.
+    """
+    output_folder("--output", output)
+    read = {(found.st_dev, found.st_ino) for found in (path.stat() for path in inputs if path.exists())}
+    there = [target for place in places if os.path.lexists(target := mask_file(output, place))]
+    for target in there:
+        if target.exists() and (target.stat().st_dev, target.stat().st_ino) in read:
+            raise ValueError(
+                f"--output {output}: the mask {target} would replace a file that this command reads: give "
+                "another folder"
+            )
+    if there and not overwrite:
+        more = f" (and {len(there) - 1:,} more)" if len(there) > 1 else ""
+        raise ValueError(f"{there[0]} already exists{more}; add --overwrite to replace it")
+
+
 def _of_files(model: Trained, files: Mapping[Path, Path], size: int) -> Iterator[Batch]:
     left = iter(files.items())
     while batch := list(itertools.islice(left, size)):
@@ -136,8 +158,8 @@ def _of_files(model: Trained, files: Mapping[Path, Path], size: int) -> Iterator
 
 def _of_split(
     model: Trained, file: DataFile, name: str, size: int, chosen: IntArray | None
-) -> tuple[Iterator[Batch], int]:
-    """The images of a split in batches, and how many there are; ``chosen``: the rows of only some of them."""
+) -> tuple[Iterator[Batch], Sequence[Path]]:
+    """The images of a split in batches, and their places; ``chosen``: the rows of only some of them."""
     store: Any = model.on(file).split_of_file(name)
     rows_of_all = np.arange(int(store.user_offsets[-1])) if chosen is None else chosen
     owners = np.repeat(np.arange(len(store.user_ids)), np.diff(store.user_offsets))
@@ -159,7 +181,7 @@ def _of_split(
                 shown.append(Shown(image, places[number], (height, width), user, truth))
             yield shown, torch.from_numpy(images)
 
-    return batches(), len(rows_of_all)
+    return batches(), places
 
 
 def _image_id(file: DataFile, store: Any, row: int) -> str:
@@ -189,7 +211,7 @@ def _writer(
     """What takes the predictions; the file appears when the block ends."""
     outputs = model.task.outputs
     if outputs == "pixels":
-        yield Masks(output_folder("--output", output), model.classes)
+        yield Masks(output, model.classes)
         return
     with (
         only_writer(output, overwrite, "--output"),
@@ -226,6 +248,7 @@ def main(argv: Sequence[str]) -> None:
         stack.enter_context(pfl_device(options.device))
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
+        places: Sequence[Path]
         path, held_out = options.data_path or data_of(options.run_dir) or Path(), None
         known: Sequence[int] = model.record.data.get("category_ids", ())
         if options.user is not None or not options.images:
@@ -242,17 +265,23 @@ def main(argv: Sequence[str]) -> None:
             model, held_out = own_model(model, file, options.user)
         if options.images:
             files = _files(options.images, apart=model.task.outputs == "pixels")
-            inputs: Iterable[Path] = [*files, path]
-            batches, total, source = _of_files(model, files, size), len(files), "image files"
+            inputs: Sequence[Path] = [*files, path]
+            batches, places, source = _of_files(model, files, size), [*files.values()], "image files"
         else:
             inputs, split = [path], options.split or ("test" if held_out is None else "train")
             if held_out is not None and options.split is None and not len(held_out):
                 raise ValueError(f"--user {options.user} has no held-out images: give --split or --images")
             chosen = held_out if options.split is None else None
-            batches, total = _of_split(model, file, split, size, chosen)
+            batches, places = _of_split(model, file, split, size, chosen)
             source = f"images of {split} in {path}"
-        if model.task.outputs != "pixels":
+        total = len(places)
+        if model.task.outputs == "pixels":
+            _check_masks(options.output, places, inputs, options.overwrite)
+        else:
             _check_output(options.output, model, inputs, options.overwrite)
+            if model.task.outputs == "image":
+                of_files = [*map(str, files)] if options.images else []
+                check_table(of_files, model.classes, model.task.exclusive)
         numbers, meaning = _category_ids(model, known)
         with _writer(model, options.output, options.overwrite, not options.images, numbers) as writer:
             _write(model, batches, total, writer)

@@ -19,6 +19,8 @@ from dataset.convert.folder import IMAGE_SUFFIXES
 from dataset.files import write_bytes
 from pfl_ext.tasks.detection_scores import CLASS, NO_BOX, SCORE
 
+SEPARATOR = ";"
+"""Between the labels of an image in a table."""
 PROBABLE = 0.5
 """From this probability on, a label is predicted where an image may have several."""
 
@@ -47,6 +49,11 @@ def mask_places(images: Sequence[Path]) -> list[Path]:
     would then have one place."""
     bare = [path.with_suffix("") if path.suffix.lower() in IMAGE_SUFFIXES else path for path in images]
     return bare if len(set(bare)) == len(set(images)) else list(images)
+
+
+def mask_file(folder: Path, place: Path) -> Path:
+    """The file of a mask in a folder, by the mask's place."""
+    return folder / f"{place}.png"
 
 
 class Writer(ABC):
@@ -80,10 +87,29 @@ class Table(Writer):
         """Lines."""
         for shown, row in zip(images, predicted.cpu().numpy(), strict=True):
             chosen = [row.argmax()] if self._exclusive else np.flatnonzero(row >= PROBABLE)
-            truth = ";".join(shown.truth or ())
+            truth = SEPARATOR.join(shown.truth or ())
             facts = [shown.user, shown.image, truth] if self._of_users else [shown.image]
             numbers = [f"{value:.9g}" for value in row.tolist()]
-            self._rows.writerow([*facts, ";".join(self._classes[chosen]), *numbers])
+            self._rows.writerow([*facts, SEPARATOR.join(self._classes[chosen]), *numbers])
+
+
+def check_table(images: Sequence[str], classes: Sequence[str], exclusive: bool) -> None:
+    """Refuse names that a `Table` cannot hold, or by which its lists of labels could be read in two ways.
+
+    Raises:
+        ValueError: one line.
+    """
+    for image in images:
+        try:
+            image.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the file name {image!r} is not UTF-8, as tables are: rename it") from None
+    unclear = [] if exclusive else [name for name in classes if SEPARATOR in name]
+    if unclear:
+        raise ValueError(
+            f"the label {unclear[0]!r} has a {SEPARATOR}, which separates labels in a table: use "
+            "benchmarks.predict.trained in Python, whose predictions are numbers in the order of the classes"
+        )
 
 
 class Masks(Writer):
@@ -107,7 +133,7 @@ class Masks(Writer):
             picture.putpalette(self._palette)
             buffer = io.BytesIO()
             picture.save(buffer, "PNG")
-            write_bytes(self._folder / f"{shown.place}.png", buffer.getvalue())
+            write_bytes(mask_file(self._folder, shown.place), buffer.getvalue())
 
 
 class Boxes(Writer):

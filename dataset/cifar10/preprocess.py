@@ -24,6 +24,7 @@ from dataset.cifar10.source import (
 from dataset.cli import SourceError, is_address
 from dataset.fetch.http import below, fetch_checked
 from dataset.fetch.source import delete_downloads
+from dataset.journal import only_writer
 from dataset.partitions.drawn import Recipe, parse_kinds, partition_name, read_name, written_kinds
 from dataset.preprocess import Options, checked_places, command_parser, make
 from dataset.store.index import PartitionIndex, meaning
@@ -82,6 +83,18 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         raise ValueError(
             f"--source {arguments.source} is neither an existing folder nor an address (http...)"
         )
+    with only_writer(output, arguments.overwrite):  # before the first download
+        _make(spec, arguments, kinds, local, folder)
+
+
+def _make(
+    spec: Cifar,
+    arguments: argparse.Namespace,
+    kinds: Mapping[str, Recipe],
+    local: Path,
+    folder: Path,
+) -> None:
+    output: Path = arguments.output_file
     asked: str = arguments.splits or (
         OFFICIAL if local is folder or not _has_splits(spec, local) else str(local)
     )
@@ -117,6 +130,7 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         "raw",
         SIDE,
         overwrite=arguments.overwrite,
+        locked=True,
         vocabulary={"labels": list(spec.classes)},
         tool=f"dataset.{spec.name}.download_preprocess",
         ids_are_positions=True,

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.arrays import IntArray
-from dataset.store.annotations import offsets_of
+from dataset.store.annotations import MAX_LABELS, offsets_of
 from dataset.store.index import PartitionIndex
 
 NOBODY = "NA"
@@ -59,7 +59,7 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
 
     Raises:
         ValueError: for a missing column, a row of another length, an empty id, a class that is no number from
-            0 on, and an image that occurs twice; the message names file and line.
+            0 to `MAX_LABELS` - 1, and an image that occurs twice; the message names file and line.
     """
     ids: list[str] = []
     classes: list[int] = []
@@ -71,6 +71,11 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
         if not (row["class"].isascii() and row["class"].isdigit() and len(row["class"]) < 6):
             raise ValueError(
                 f"{where} has the class {row['class']!r}, which is not a whole number of at least 0"
+            )
+        if int(row["class"]) >= MAX_LABELS:
+            raise ValueError(
+                f"{where} has the class {row['class']}, but class numbers go from 0 to {MAX_LABELS - 1}: use "
+                "lists with fewer classes"
             )
         ids.append(row["image_id"])
         classes.append(int(row["class"]))

@@ -80,8 +80,9 @@ def dirichlet_partition(
     rows = []
     for _ in range(num_clients):
         for k, count in enumerate(_counts(draw, prior, left, images_per_client)):
-            rows.append(np.sort(pools[k][left[k] - count : left[k]]))
-            left[k] -= count
+            if count:
+                rows.append(np.sort(pools[k][left[k] - count : left[k]]))
+                left[k] -= count
     offsets = np.arange(num_clients + 1, dtype=np.int64) * images_per_client
     return PartitionIndex([str(client) for client in range(num_clients)], np.concatenate(rows), offsets)
 

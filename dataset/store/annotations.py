@@ -28,6 +28,9 @@ VOID = 255
 BACKGROUND = "background"
 """The name of a mask's class 0, if that is for pixels of no object; also spelt Background or _background_."""
 
+MAX_LABELS = 1 << 16
+"""The most classes of an annotation, whose numbers are stored in 16 bits."""
+
 CROWD, DIFFICULT = 1, 2
 """Bits of a box's flags: the box surrounds a group of objects (COCO); it need not be found (PASCAL VOC)."""
 
@@ -46,6 +49,15 @@ def has_background(classes: Mapping[str, int]) -> bool:
     return any(number == 0 and is_background(name) for name, number in classes.items())
 
 
+def check_num_labels(name: str, num_labels: int) -> None:
+    """Raise ValueError if an annotation has more classes than can be numbered."""
+    if num_labels > MAX_LABELS:
+        raise ValueError(
+            f"{name} has {num_labels:,} classes, but a file can have at most {MAX_LABELS:,}: check that "
+            "these are classes, or leave some out"
+        )
+
+
 @dataclass(frozen=True)
 class LabelMatrix:
     """A set of labels for each image: a sparse N x K 0/1 matrix in CSR form, sorted and unique in a row."""
@@ -59,7 +71,12 @@ class LabelMatrix:
     def from_pairs(
         cls, rows: npt.NDArray[Any], columns: npt.NDArray[Any], num_images: int, num_labels: int
     ) -> LabelMatrix:
-        """The matrix of labels given by row and column, in any order; repeated pairs count once."""
+        """The matrix of labels given by row and column, in any order; repeated pairs count once.
+
+        Raises:
+            ValueError: for more than `MAX_LABELS` labels.
+        """
+        check_num_labels("a label set", num_labels)
         width = max(num_labels, 1)
         flat = np.unique(rows * width + columns)
         indptr = np.searchsorted(flat, np.arange(num_images + 1) * width).astype(np.int64)
@@ -102,7 +119,12 @@ class OneClass(LabelMatrix):
 
     @classmethod
     def of(cls, classes: npt.NDArray[Any], num_labels: int) -> OneClass:
-        """The matrix of the classes of images, ``[N]``."""
+        """The matrix of the classes of images, ``[N]``.
+
+        Raises:
+            ValueError: for more than `MAX_LABELS` classes.
+        """
+        check_num_labels("an annotation", num_labels)
         return cls(np.arange(len(classes) + 1, dtype=np.int64), classes.astype(np.uint16), num_labels)
 
     def take(self, rows: IntArray) -> OneClass:
@@ -237,6 +259,7 @@ def check_annotation(name: str, annotation: Annotation, num_images: int) -> None
         if not rises(annotation.offsets, num_images, len(annotation.png), least=1):
             raise ValueError(f"{name}: the offsets of its masks do not rise from 0 to the number of bytes")
         return
+    check_num_labels(name, annotation.num_labels)
     numbers = annotation.classes if isinstance(annotation, Boxes) else annotation.indices
     if not rises(annotation.indptr, num_images, len(numbers), least=0):
         raise ValueError(f"{name}_indptr does not rise from 0 to the number of labels")

@@ -15,7 +15,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataset.arrays import BoolArray, IntArray
-from dataset.store.annotations import Annotation, Boxes, Kind, LabelMatrix, Masks, OneClass, offsets_of
+from dataset.store.annotations import (
+    Annotation,
+    Boxes,
+    Kind,
+    LabelMatrix,
+    Masks,
+    OneClass,
+    check_num_labels,
+    offsets_of,
+)
 from dataset.store.index import SPLITS, DatasetIndex, IdColumn, SplitIndex
 
 _BOX: list[tuple[str, pa.DataType]] = [("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))]
@@ -85,7 +94,7 @@ def build_index(
 
     Raises:
         ValueError: that names user and image, for a label outside the vocabulary, an unknown partition and an
-            image that comes twice.
+            image that comes twice; for more classes than can be numbered.
     """
     ids = {name: _ids(table[name]) for name in ("user_id", "image_id")}
     table = table.combine_chunks()
@@ -192,6 +201,7 @@ def _annotation(
     record, codes = record[kept], codes[kept]
     occurring = np.unique(codes)
     known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring.tolist())
+    check_num_labels(name, len(known))
     mapping = {label: rank for rank, label in enumerate(known)}
     for code in occurring.tolist():
         if names[code] not in mapping:

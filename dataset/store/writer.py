@@ -15,7 +15,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.arrays import ByteArray, IntArray
-from dataset.files import sync
+from dataset.files import locked, sync
 from dataset.journal import FULL, Journal
 from dataset.store.annotations import offsets_of, stored
 from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex, check_index
@@ -108,6 +108,7 @@ class DataWriter:
             self._places[name] = offsets_of(sizes)
         self._data_at: dict[str, int] = {}
         self._descriptor = -1
+        self._own = ExitStack()  # without a journal: deletes the file in the making, and gives up its lock
 
     def __enter__(self) -> DataWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +129,8 @@ class DataWriter:
 
     def _begin(self) -> None:
         _sweep(self._path)
-        self._temporary.unlink(missing_ok=True)
+        if self._journal:
+            self._temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(self._path.parent).free
         index_bytes = sum(128 * split.num_images for split in self._index.splits.values())
         need = sum(int(places[-1]) for places in self._places.values()) + index_bytes + _SLACK
@@ -137,6 +139,12 @@ class DataWriter:
                 f"there is not enough space on the disk of {self._path}: {(need - free) / 1e9:.2f} GB "
                 "more are needed; free some space or choose another disk"
             ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._journal is None:
+            lock = _lock_of(self._temporary)
+            refusal = f"another process is writing {self._temporary}: wait until it ends"
+            self._own.enter_context(locked(lock, refusal))
+            self._own.callback(lock.unlink, missing_ok=True)
+            self._own.callback(self._temporary.unlink, missing_ok=True)
         self._create()
         self._descriptor = os.open(self._temporary, os.O_RDWR)
         if hasattr(os, "posix_fallocate"):
@@ -240,8 +248,7 @@ class DataWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        if self._journal is None:
-            self._temporary.unlink(missing_ok=True)
+        self._own.close()
 
     def _create(self) -> None:
         # Format 1.8 keeps checksums over HDF5's own structures, which the older default does not.
@@ -339,12 +346,19 @@ def _write_all(descriptor: int, images: Sequence[bytes | memoryview], at: int) -
         view, at = view[count:], at + count
 
 
+def _lock_of(temporary: Path) -> Path:
+    """The lock of a file in the making, which a container with this machine's name may be writing."""
+    return temporary.with_name(f"{temporary.name}.lock")
+
+
 def _sweep(path: Path) -> None:
-    """Delete what processes of this machine that are dead left of the same file."""
+    """Delete what processes of this machine that are dead, and hold no lock, left of the same file."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.tmp-{glob.escape(platform.node())}-*"):
         number = left.name.rpartition("-")[2]
         if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
-            left.unlink(missing_ok=True)
+            with suppress(ValueError), locked(_lock_of(left), "its process runs on a machine of this name"):
+                left.unlink(missing_ok=True)
+                _lock_of(left).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -22,6 +22,9 @@ STEP, FUSED = 5.0, 1.3
 WIDE = 0.8
 """Speed of one step after another on all cores, relative to one step on each core at the same time."""
 
+ROUNDING = 1e-9
+"""More than sums of work in another order can differ by, relatively."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -89,12 +92,19 @@ def plan(tasks: Sequence[Task], num_lanes: int, widen: bool = True) -> Plan:
     """The plan of least predicted time. ``widen``: whether a user may be trained on all cores."""
     tasks = sorted(tasks, key=lambda task: -task.work)
     best, least = Plan([], []), float("inf")
+    wide, rest = 0.0, sum(task.work for task in tasks)
     for count in range(len(tasks) + 1):
-        if count and (tasks[count - 1].together or not widen):
-            break
+        if count:
+            if tasks[count - 1].together or not widen:
+                break
+            wide, rest = wide + tasks[count - 1].work, rest - tasks[count - 1].work
+        on_all_cores = wide / (num_lanes * WIDE)
+        if (on_all_cores + rest / num_lanes) * (1 - ROUNDING) >= least:
+            break  # since WIDE is below 1, this bound only grows with the count
+        if count < len(tasks) and (on_all_cores + tasks[count].work) * (1 - ROUNDING) >= least:
+            continue  # the heaviest of the others alone takes too long
         lanes = dealt(tasks[count:], num_lanes)
-        time = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)
-        time += max(sum(task.work for task in lane) for lane in lanes)
+        time = on_all_cores + max(sum(task.work for task in lane) for lane in lanes)
         if time < least:
             best, least = Plan(tasks[:count], [lane[::-1] for lane in lanes]), time
     return best

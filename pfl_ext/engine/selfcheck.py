@@ -21,13 +21,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dataset.files import write_json
+from dataset.files import own_modules, write_json
 from pfl_ext.engine.cpu.build import cache_folder
 
 PATHS = ("CUDA graphs on several streams", "no CUDA graphs", "one stream", "torch's own layers")
@@ -42,16 +44,45 @@ SECONDS = 180.0
 """Time limit of one path, with the compilation of its kernels. A path that takes longer is said to hang."""
 AGAIN = 75
 """Exit code of a run that continues when the same command is started again (`dataset.cli`)."""
+ROOT, CODE = Path(__file__).parents[1], {".py", ".h", ".cpp"}
+"""The folder of pfl_ext, and the suffixes of its code."""
+LIBRARIES = ("torch", "torchvision", "triton", "pfl", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+DRIVER = Path("/proc/driver/nvidia/version")
 Sums = Mapping[str, Tensor]
 
 
 def fingerprint(*words: Any) -> str:
-    """A hash of the GPU, the versions, the engine's code and these words."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    texts = [path.read_text(encoding="utf-8") for path in sources]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    versions = torch.__version__, torch.version.cuda, gpu
-    return hashlib.sha256(repr((texts, versions, words)).encode()).hexdigest()[:16]
+    """A hash of what the compared sums depend on, and of these words.
+
+    These sums depend on all code of pfl_ext, the user's own modules (`FL_IMPORT`), the GPU with its driver
+    and CUDA, and the versions of `LIBRARIES`.
+    """
+    own = [Path(module.__file__).read_bytes() for module in own_modules() if module.__file__]
+    code = code_digest(ROOT), hashlib.sha256(b"".join(own)).hexdigest()
+    gpu = None
+    if torch.cuda.is_available():
+        driver = DRIVER.read_bytes() if DRIVER.is_file() else b""
+        gpu = torch.cuda.get_device_name(), driver, torch.version.cuda
+    versions = [version_of(library) for library in LIBRARIES]
+    return hashlib.sha256(repr((code, gpu, versions, words)).encode()).hexdigest()[:16]
+
+
+@cache
+def code_digest(folder: Path) -> str:
+    """SHA-256 over the Python and C++ files in a folder, at any depth; computed once in a process."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in CODE):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def version_of(library: str) -> str | None:
+    """The installed version of a library, None if it is not installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def distance(ours: Sums, theirs: Sums) -> float:

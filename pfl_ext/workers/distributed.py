@@ -244,7 +244,8 @@ def connected(
         timeout: seconds after which a dead or stuck worker ends the job on all workers.
 
     Raises:
-        ValueError: when horovodrun started it without Horovod, or the device needs more GPUs than there are.
+        ValueError: when horovodrun started it without Horovod, another launcher without MASTER_ADDR or
+            MASTER_PORT, or the device needs more GPUs than there are.
     """
     launch = find_launch(os.environ)
     if launch.world_size == 1:

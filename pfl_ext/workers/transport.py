@@ -79,15 +79,30 @@ def _client(host: str, port: int, timeout: float, prefix: str, *, server: bool =
     return PrefixStore(f"pfl_ext/{prefix}", store)
 
 
+def _address() -> tuple[str, int]:
+    """Host and port of the first worker, by which all of them find each other."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
+        raise ValueError(
+            f"RANK is set, but MASTER_ADDR is {host!r} and MASTER_PORT is {port!r}: start the job by "
+            "torchrun, or set them to the host of worker 0 and a free port there"
+        )
+    return host, int(port)
+
+
 class _TorchTransport(Transport):
-    """torch.distributed, under torchrun (or anything that sets its variables)."""
+    """torch.distributed, under torchrun (or anything that sets its variables).
+
+    Raises:
+        ValueError: when the address of the first worker is not set.
+    """
 
     def __init__(self, launch: Launch, timeout: float) -> None:
         self._launch, self._timeout = launch, timeout
         self._prefix = (
             f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         )
-        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._address = _address()
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's own process
         if launch.rank == 0 and not served:
             self._server = _client(*self._address, timeout, self._prefix, server=True)
@@ -194,6 +209,6 @@ def open_transport(launch: Launch, timeout: float) -> Transport:
     """The transport of the launcher that was found; ``timeout`` in seconds.
 
     Raises:
-        ValueError: under horovodrun without Horovod.
+        ValueError: under horovodrun without Horovod; otherwise without MASTER_ADDR and MASTER_PORT.
     """
     return (_HorovodTransport if launch.launcher == "horovod" else _TorchTransport)(launch, timeout)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,25 @@ def test_a_block_that_raises_leaves_the_old_content_and_no_other_file(tmp_path: 
     assert path.read_bytes() == b"old"
     assert path.stat().st_mode & 0o777 == 0o600
     assert [one.name for one in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "mask, mode, expected", [(0o002, 0o666, 0o664), (0o077, 0o666, 0o600), (0o002, 0o600, 0o600)]
+)
+def test_files_have_the_rights_that_the_umask_leaves(
+    mask: int, mode: int, expected: int, tmp_path: Path
+) -> None:
+    """Also if a library replaces the temporary file by one of its own."""
+    before = os.umask(mask)
+    try:
+        write_bytes(tmp_path / "written", b"", mode)
+        with replacing(tmp_path / "replaced", mode) as temporary:
+            assert temporary.stat().st_mode & 0o777 == expected, "a secret is never open to others"
+            temporary.unlink()
+            temporary.touch(0o600)
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [expected] * 2
 
 
 def test_a_lock_is_held_once_and_free_after_its_block(tmp_path: Path) -> None:

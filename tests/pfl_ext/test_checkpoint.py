@@ -192,6 +192,17 @@ def test_a_directory_has_one_owner_and_a_dead_owner_none(tmp_path: Path) -> None
         assert not list(tmp_path.rglob("*.partial"))
 
 
+def test_files_of_a_run_in_an_inner_directory_stay(tmp_path: Path) -> None:
+    """A run in ``runs`` has the runs ``runs/a`` and ``runs/b`` in its directory, which may be training."""
+    for folder in ("checkpoint", "plots", "a", "a/checkpoint"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ".last.safetensors.1.partial").write_text("half")
+        (tmp_path / folder / ".tmpAb12Cd").write_text("half")
+    with checkpoint.sole_owner(tmp_path):
+        left = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(".*[!k]")}
+        assert left == {"a", "a/checkpoint"}
+
+
 def test_a_directory_that_is_not_there_is_made_with_those_above_it(tmp_path: Path) -> None:
     with checkpoint.sole_owner(tmp_path / "runs" / "first"):
         assert (tmp_path / "runs" / "first").is_dir()

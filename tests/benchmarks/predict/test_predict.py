@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from benchmarks.fedcv.segmentation.train import main as segment
 from benchmarks.predict import trained
 from benchmarks.predict.__main__ import main
 from benchmarks.predict.trained import read_image
+from benchmarks.predict.writing import check_table
 from benchmarks.visual_classification.train import main as classify
 from dataset.cli import run
 from dataset.convert.__main__ import main as convert
@@ -37,6 +39,7 @@ from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.detection_scores import CLASS, NO_BOX
 from tests.benchmarks.conftest import TINY, train_into
 from tests.benchmarks.fedcv.test_segmentation import Tiny as TinySegmenter
+from tests.benchmarks.predict.kept_photos import check_that_masks_replace_nothing
 from tests.benchmarks.run_files import results
 from tests.benchmarks.sparing import sparingly
 from tests.pfl_ext.tiny_detector import Tiny as TinyDetector
@@ -201,6 +204,7 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folders[0], folders[1])
     assert run(main, [str(directory), "--images", *folders, "--output", str(output)]) == 2
     assert "would be written to the same mask, wide.png: give each its own" in capsys.readouterr().err
+    check_that_masks_replace_nothing(directory, tmp_path / "photos" / "a", capsys)
 
 
 def test_boxes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,6 +326,11 @@ def test_what_is_refused(
     shutil.copytree(labelled, renamed)
     of_others = {"classes": [f"my {name}" for name in results(labelled)["classes"]]}
     (renamed / "results.json").write_text(json.dumps(results(labelled) | of_others))
+    unclear, odd = tmp_path / "unclear", tmp_path / os.fsdecode(b"caf\xe9.png")
+    shutil.copytree(labelled, unclear)
+    joined = {"classes": [f"{name};x" for name in results(labelled)["classes"]]}
+    (unclear / "results.json").write_text(json.dumps(results(labelled) | joined))
+    shutil.copy(photo, odd)
     for words, reason in (
         ([str(tmp_path / "none")], "is not a folder"),
         ([str(killed)], "killed: the run has not finished; give its training command again to continue it"),
@@ -334,6 +343,11 @@ def test_what_is_refused(
         ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .bmp, .gif"),
         ([str(labelled), "--images", str(tmp_path / "x.jpg")], "cannot be read: No such file"),
         ([str(renamed)], "has other classes than the data of"),
+        (
+            [str(labelled), "--images", str(photo), str(odd)],
+            "caf\\udce9.png' is not UTF-8, as tables are: rename",
+        ),
+        ([str(unclear), "--images", str(photo)], ";x' has a ;, which separates labels in a table: use"),
         ([str(labelled), "--images", str(photo), f"--output={photo}"], "is read by this command: give"),
         ([str(labelled), f"--output={labelled / 'results.json'}"], "is read by this command: give another"),
         ([str(labelled), f"--output={labelled / 'checkpoint' / 'data.json'}"], "is read by this command"),
@@ -346,6 +360,10 @@ def test_what_is_refused(
         assert reason in line
         assert line.count("\n") == 1
     assert not (tmp_path / "p.csv").exists()
+
+
+def test_a_semicolon_in_a_class_is_clear_where_an_image_has_one_class() -> None:
+    check_table([], ["a;b", "c"], exclusive=True)
 
 
 def test_a_file_that_appears_while_predicting_is_not_replaced(

@@ -15,6 +15,7 @@ from dataset.camvid import download_preprocess as camvid
 from dataset.cli import run
 from dataset.fetch import http
 from dataset.fetch.voc import CLASSES
+from dataset.journal import only_writer
 from dataset.store.annotations import BACKGROUND, CROWD, DIFFICULT, VOID, Boxes, Masks
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
@@ -128,6 +129,17 @@ def test_archives_of_a_server_give_what_their_folder_gives_and_leave_nothing(
     assert make(spec, tmp_path / "i.hdf5", packed, *words) == 0
     with DataFile(tmp_path / "i.hdf5") as file:
         assert set(file.split("train").user_ids) == {"zoe", "no-author"}
+
+
+def test_nothing_is_downloaded_for_a_file_that_another_process_writes(
+    tmp_path: Path, server: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, output = served("voc2007", server.root, server.url), tmp_path / "f.hdf5"
+    with only_writer(output):
+        assert make(spec, output) == 2
+    assert f"error: another process is writing {output}: wait until it ends" in capsys.readouterr().err
+    assert server.asked == []
+    assert {path.name for path in tmp_path.iterdir()} == {"served"}
 
 
 def test_a_download_goes_on_where_it_broke_and_is_checked(

@@ -20,6 +20,7 @@ from dataset.cli import run
 from dataset.fetch import http, listed
 from dataset.fetch.http import Patience
 from dataset.fetch.listed import ListedSet, keep, read_lists
+from dataset.journal import only_writer
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
 from dataset.store.views import SingleLabelView
@@ -102,6 +103,17 @@ def test_a_download_folder_keeps_what_was_in_it(tmp_path: Path, server: FaultySe
     assert own.read_text() == "own"
     found = [path.relative_to(tmp_path / "data").as_posix() for path in (tmp_path / "data").rglob("*")]
     assert sorted(found) == ["f.hdf5", "splits", "splits/mine.csv"]
+
+
+def test_nothing_is_downloaded_for_a_file_that_another_process_writes(
+    tmp_path: Path, server: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes would cut off each other's half of a download."""
+    spec, output = served(LANDMARKS["23k"], server.root, server.url, landmark_csvs()), tmp_path / "f.hdf5"
+    with only_writer(output):
+        assert make(spec, output) == 2
+    assert f"error: another process is writing {output}: wait until it ends" in capsys.readouterr().err
+    assert server.asked == []
 
 
 @pytest.mark.parametrize("google", [False, True])

@@ -52,6 +52,10 @@ def test_a_listing_is_read_with_ids_as_they_are() -> None:
         (TEXT + "9,e,one\n", "x.csv, line 6 has the class 'one'"),
         (TEXT + "9,e,²\n", "x.csv, line 6 has the class '²'"),
         (TEXT + f"9,e,{'9' * 5000}\n", "x.csv, line 6 has the class '99"),
+        (
+            TEXT + "9,e,65536\n",
+            "x.csv, line 6 has the class 65536, but class numbers go from 0 to 65535: use",
+        ),
         (TEXT + '9,"e"x,1\n', "x.csv, line 6 is not valid CSV"),
         (TEXT + '9,"e\n', "is not valid CSV (unexpected end of data)"),
     ],

@@ -78,6 +78,20 @@ def test_every_client_gets_its_images_and_no_image_is_dealt_twice(
     np.testing.assert_array_equal(again.rows, dealt.rows)
 
 
+def test_classes_that_a_client_does_not_have_cost_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 clients of 3 images among 500 classes: at most 30 classes have images."""
+    lengths, sort = [], np.sort
+
+    def counted(images: IntArray) -> IntArray:
+        lengths.append(len(images))
+        return sort(images)
+
+    monkeypatch.setattr(np, "sort", counted)
+    dirichlet_partition(np.arange(5000) % 500, 1.0, 0, 10, 3)
+    assert sum(lengths) == 30
+    assert all(lengths)
+
+
 def test_seeds_give_other_images_and_other_classes() -> None:
     first, second = (dirichlet_partition(CIFAR10, 1.0, seed) for seed in (0, 1))
     assert not np.array_equal(CIFAR10[first.rows], CIFAR10[second.rows])

@@ -7,7 +7,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import platform
 import shutil
 import time
 from collections.abc import Sequence
@@ -205,16 +204,6 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
         write(path, storage)
     assert not closed, "no file was opened"
     assert not list(tmp_path.iterdir())
-
-
-def test_what_dead_processes_left_is_deleted_and_nothing_of_others(tmp_path: Path) -> None:
-    path = tmp_path / "f.hdf5"
-    dead, living = 1 << 23, 1  # more than the largest number of a process; the first process
-    for owner in (dead, living, "copy"):
-        path.with_name(f"{path.name}.tmp-{platform.node()}-{owner}").touch()
-    write(path, "raw")
-    left = {p.name.rpartition("-")[2] for p in tmp_path.iterdir() if p != path}
-    assert left == {str(living), "copy"}
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,22 @@ def test_the_first_worker_serves_the_store_where_no_agent_does(monkeypatch: pyte
     assert second.store(5).get("word") == b"said"
 
 
+@pytest.mark.parametrize(
+    "host, port", [(None, "29500"), ("127.0.0.1", None), ("127.0.0.1", "many"), ("a", "99999")]
+)
+def test_a_first_worker_without_an_address_is_refused(
+    host: str | None, port: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under a scheduler that sets RANK and WORLD_SIZE alone."""
+    for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    said = f"MASTER_ADDR is {host or ''!r} and MASTER_PORT is {port or ''!r}: start the job by torchrun"
+    with pytest.raises(ValueError, match=said):
+        transport.open_transport(Launch("torchrun", rank=1, world_size=2), 1)
+
+
 class Kennel:
     """Watchdogs whose processes do not end, and the other workers that they watch."""
 
