@@ -240,6 +240,15 @@ class Choice:
         return 0
 
     @classmethod
+    def traffic(cls, module: ImageClassifier) -> Traffic:
+        """The bytes that each user receives and sends in a round, as far as the network decides them.
+
+        Here each user receives the trained variables once and sends as many back.
+        """
+        size = trained_bytes(module)
+        return Traffic(size, size)
+
+    @classmethod
     def start(cls, context: RunContext) -> Algorithm[Any]:
         """The algorithm for a run, with the loop that runs its rounds."""
         raise NotImplementedError
@@ -294,9 +303,8 @@ class Algorithm(Choice, ABC, Generic[State]):
         return self.context.score(self.model(state))
 
     def bytes(self, state: State) -> Traffic:
-        """What a round sends. Here each user receives the trained variables once and sends as many back."""
-        size = trained_bytes(self.context.module)
-        return Traffic(size, size)
+        """What a round sends. Here it is `traffic`."""
+        return self.traffic(self.context.module)
 
     def findings(self, state: State) -> dict[str, Any]:
         """Results other than the model, for ``results.json``; the algorithm chooses the keys."""

@@ -53,6 +53,7 @@ from pfl_ext.algorithms.controls import Controls, WithControls, only_weighted
 from pfl_ext.algorithms.fednova import coefficient_sum
 from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
 from pfl_ext.configs import STRICT
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import Correction as Correction
 from pfl_ext.rules import Refusals, Rule
 
@@ -219,9 +220,10 @@ class Scaffold(WithControls):
         )
         return cls(cls.kept(setup)), params
 
-    def bytes(self, model: PyTorchModel) -> Traffic:
+    @classmethod
+    def traffic(cls, module: ImageClassifier) -> Traffic:
         """The model and c go down; the update and ``c_i+ - c_i`` go up."""
-        down, up = super().bytes(model)
+        down, up = super().traffic(module)
         return Traffic(2 * down, 2 * up)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> CorrectedRule:
