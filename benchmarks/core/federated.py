@@ -138,6 +138,7 @@ def setup(
         has_head_rate=config.local.head_rate_factor != 1,
         clips_all=config.local.global_max_grad_norm is not None,
         is_sgd=config.local.optimizer == "sgd",
+        momentum=config.local.momentum,
         devices=config.devices,
         folder=None if directory is None else directory / "checkpoint",
     )

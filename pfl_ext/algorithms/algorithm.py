@@ -81,6 +81,8 @@ class Setup:
     """Whether users clip the gradients of all variables together, by one norm."""
     is_sgd: bool = True
     """Whether a user's steps are those of SGD, maybe with momentum."""
+    momentum: float = 0.0
+    """That of a user's SGD."""
     devices: DevicesConfig | None = None
     """Slow or unreliable devices; None: every user does all of its work at once."""
     folder: Path | None = None
