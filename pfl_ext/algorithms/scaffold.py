@@ -10,9 +10,9 @@ starts at the server's x and makes K steps ``y <- y - lr (g_i(y) - c_i + c)``. I
 
 It sends ``y - x`` and ``c_i+ - c_i``. The server's optimiser steps on the weighted mean of the first over the
 cohort S, and ``c <- c + sum_S w_i (c_i+ - c_i) / sum_all w_i``. Where all users have the same weight, this is
-the paper's ``|S| / N`` times the mean. So c is always the weighted mean of all c_i. With the correction in the
-gradient, or without momentum, the optimum of ``sum_i w_i f_i / sum_i w_i`` is a fixed point of training, for
-weights by images and for equal weights.
+the paper's ``|S| / N`` times the mean. So c is always the weighted mean of all c_i. With the correction in
+the gradient, or without momentum, the optimum of ``sum_i w_i f_i / sum_i w_i`` is a fixed point of training,
+for weights by images and for equal weights.
 
 If local training is more than plain SGD, there are two places for the correction ``c - c_i``:
 

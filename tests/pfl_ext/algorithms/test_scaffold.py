@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -191,8 +192,11 @@ def test_a_pass_over_all_images_changes_no_draw_of_the_training() -> None:
     assert once[0][0].shape[1:] == (SIDE, SIDE, 3)
     for one, other in zip(plain.iter(4), passed.iter(4), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other))
-    again = list(user().once())
-    assert all(torch.equal(a, b) for one, other in zip(once, again) for a, b in zip(one, other))
+    for again in (list(user().once()), list(passed.once())):
+        assert all(torch.equal(a, b) for one, other in zip(once, again) for a, b in zip(one, other))
+    plain, places = user(), np.arange(9)
+    for one, other in zip(plain.part(places, 0).iter(4), passed.part(places, 0).iter(4), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other)), "nor of a part"
 
 
 @pytest.mark.parametrize("engine", [False, True])
