@@ -90,7 +90,7 @@ class Setup:
 
     @property
     def touched(self) -> int:
-        """The largest number of users who train in one round of the run."""
+        """The largest number of users who train at all in the run."""
         return min(self.users.num_users, self.cohort_size * self.num_rounds)
 
 
