@@ -145,7 +145,7 @@ def fixed_point(option: Option, correction: Correction, rate: float, momentum: f
     curvature, aim = torch.tensor([1.0, 8.0]).double(), torch.tensor([0.0, 1.0]).double()
     x, server, control = torch.zeros(1).double(), torch.zeros(2).double(), torch.zeros(2).double()
     form = Renewal(option, correction, rate, momentum)
-    for _ in range(3000):
+    for _ in range(200):
         y, v = x.repeat(2), torch.zeros(2).double()
         for _ in range(10):
             g = curvature * (y - aim) + (server - control if correction == "gradient" else 0)
