@@ -142,7 +142,7 @@ def test_a_public_release_says_that_the_screen_is_not_covered(tmp_path: Path) ->
 
 
 def test_what_devices_and_a_norm_bound_write_of_each_round_is_not_covered(tmp_path: Path) -> None:
-    for number, more in enumerate((["--devices.drop_out=0.1"], ["--aggregation.kind=norm_bound"], [])):
+    for number, more in enumerate((["--devices.drop_out=0.1"], ["--aggregation.kind=norm_bound"])):
         text = " ".join(written(tmp_path / str(number), *WIDE, *more)["not_covered"])
         assert ("virtual_seconds" in text) == (number == 0)
         assert ("bounded" in text) == (number == 1)
