@@ -239,7 +239,7 @@ def test_the_state_of_all_users_who_can_come_is_four_bytes_for_each_number(
         network: Any = module
         setup = Setup(
             users=people,
-            options=SimpleNamespace(max_state_gb=most),
+            options=ScaffoldOptions(max_state_gb=most),
             module=network,
             cohort_size=cohort,
             num_rounds=rounds,
