@@ -25,7 +25,7 @@ from benchmarks.core.precision import name_of, precision_of
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
-from pfl_ext.algorithms.algorithm import RunContext, Setup, trained_bytes
+from pfl_ext.algorithms.algorithm import RunContext, Setup
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.attacks.attack import HONEST, Attack, attackers
 from pfl_ext.compression.compressor import PLAIN, Compressor
@@ -36,7 +36,6 @@ from pfl_ext.data.federated_dataset import (
     Sampler,
     natural_partition,
 )
-from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu.kernels import CpuKernels
@@ -139,6 +138,7 @@ def setup(
         has_head_rate=config.local.head_rate_factor != 1,
         clips_all=config.local.global_max_grad_norm is not None,
         is_sgd=config.local.optimizer == "sgd",
+        momentum=config.local.momentum,
         devices=config.devices,
         folder=None if directory is None else directory / "checkpoint",
     )
@@ -241,8 +241,7 @@ def check_federated(
     federated.chosen.check(chosen)
     check_kept(config, chosen)
     if config.devices is not None:
-        size = trained_bytes(module)
-        sent, ids = Traffic(size, size), users.partition.user_ids
+        sent, ids = federated.chosen.traffic(module), users.partition.user_ids
         drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
         turnouts = Turnouts(config.devices, users, ids, **drawn, sent=sent)
         if draws_cohorts:

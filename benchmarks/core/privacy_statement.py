@@ -257,6 +257,7 @@ def not_covered(
             f"each round, exact: the realised cohort's {noun}s and images, the steps of its largest {noun}, "
             "the training loss, refused updates, the fraction clipped, norms and the signal-to-noise ratio "
             "(metrics.jsonl, by_round, plots, trackers)",
+            *_of_devices(config, noun),
             "times, which depend on how many images took part: seconds of each round and of each worker, and "
             "of the whole run",
             f"results.json: the number of {noun}s and images, the training images of each class and the "
@@ -282,6 +283,23 @@ def not_covered(
         out.append("per_user.json: scores of each test user")
     if public_seed:
         out.append("anybody who has the config: the noise is drawn from the run's seed and can be subtracted")
+    return out
+
+
+def _of_devices(config: TrainingConfig, noun: str) -> Sequence[str]:
+    """Further numbers of each round, of the sections that change who sends what."""
+    out = []
+    if config.devices is not None:
+        out.append(
+            f"each round, exact, of simulated devices: the {noun}s selected, reported, lost and late, "
+            f"the bytes sent, and virtual_seconds, which follow the slowest {noun}'s number of images "
+            "(metrics.jsonl, plots, trackers)"
+        )
+    if config.aggregation.kind == "norm_bound":
+        out.append(
+            "each round, exact: bounded, the fraction of updates above aggregation.options.bound "
+            "(metrics.jsonl, trackers)"
+        )
     return out
 
 

@@ -2,8 +2,9 @@
 (Sun et al. 2019, "Can You Really Backdoor Federated Learning?", arXiv 1911.07963, section 4).
 
 The bound looks at one update at a time, so the engine applies it at no cost. An update that is not finite
-counts as 0. With privacy this is one more scaling of a user's own update before the mechanism clips it; the
-engine then trains users one after another.
+counts as 0, with its weight. Where attackers see all other updates (`alie`), these are collected first, and
+one that is not finite is left out together with its weight. With privacy this is one more scaling of a user's
+own update before the mechanism clips it; the engine then trains users one after another.
 
 Letters: U users, V variables, B the bound.
 """

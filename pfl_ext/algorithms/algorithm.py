@@ -81,6 +81,8 @@ class Setup:
     """Whether users clip the gradients of all variables together, by one norm."""
     is_sgd: bool = True
     """Whether a user's steps are those of SGD, maybe with momentum."""
+    momentum: float = 0.0
+    """That of a user's SGD."""
     devices: DevicesConfig | None = None
     """Slow or unreliable devices; None: every user does all of its work at once."""
     folder: Path | None = None
@@ -88,7 +90,7 @@ class Setup:
 
     @property
     def touched(self) -> int:
-        """The largest number of users who train in one round of the run."""
+        """The largest number of users who train at all in the run."""
         return min(self.users.num_users, self.cohort_size * self.num_rounds)
 
 
@@ -240,6 +242,15 @@ class Choice:
         return 0
 
     @classmethod
+    def traffic(cls, module: ImageClassifier) -> Traffic:
+        """The bytes that each user receives and sends in a round, as far as the network decides them.
+
+        Here each user receives the trained variables once and sends as many back.
+        """
+        size = trained_bytes(module)
+        return Traffic(size, size)
+
+    @classmethod
     def start(cls, context: RunContext) -> Algorithm[Any]:
         """The algorithm for a run, with the loop that runs its rounds."""
         raise NotImplementedError
@@ -294,9 +305,8 @@ class Algorithm(Choice, ABC, Generic[State]):
         return self.context.score(self.model(state))
 
     def bytes(self, state: State) -> Traffic:
-        """What a round sends. Here each user receives the trained variables once and sends as many back."""
-        size = trained_bytes(self.context.module)
-        return Traffic(size, size)
+        """What a round sends. Here it is `traffic`."""
+        return self.traffic(self.context.module)
 
     def findings(self, state: State) -> dict[str, Any]:
         """Results other than the model, for ``results.json``; the algorithm chooses the keys."""

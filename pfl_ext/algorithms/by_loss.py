@@ -109,9 +109,9 @@ class ByLoss(ServerModelAlgorithm):
         """``[n, 2]`` float64: each user's loss at the run's model (0 without images) and number of images."""
         found = torch.zeros(len(users), 2, dtype=torch.float64)
         with self.clients.dealt(users, number) as mine:
-            self.context.users.set_round(number)
             for place in mine:
-                found[place] = torch.tensor(self.clients.loss_of(int(users[place])), dtype=torch.float64)
+                loss_and_images = self.clients.loss_of(int(users[place]), number)
+                found[place] = torch.tensor(loss_and_images, dtype=torch.float64)
         self._gather(found)
         if not found.isfinite().all():
             found_loss = f"the loss of a user in round {number} is {float(found.sum()):g}"

@@ -220,13 +220,13 @@ class Clients:
         return update, torch.tensor(_counts(metrics))
 
     @torch.no_grad()
-    def loss_of(self, user: int) -> tuple[float, int]:
+    def loss_of(self, user: int, number: int) -> tuple[float, int]:
         """A user's mean loss at the run's model's weights, and its number of images; 0 and 0 without images.
 
-        The images are those of its training in the round that the users were last set to (`set_round`), each
-        once.
+        The images are those of its training in round ``number``, each once.
         """
         model, total, images = self._context.model, 0.0, 0
+        self._context.users.set_round(number)
         for batch in self._context.users.user_dataset(user).once():
             with autocast_of(model), not_noted(model):
                 loss = model.pytorch_model.loss(*model._prepare_batch(batch))

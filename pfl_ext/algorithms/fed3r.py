@@ -6,6 +6,10 @@ With ``z = [features, 1]`` and y the labels of an image, users send ``A = sum z 
 head is ``(A + ridge I)^-1 B``, the same as if all images were in one place. Then, as in the authors' code,
 each class is divided by the norm of its weights, which can change the predicted class.
 
+If an image can have several labels, an output is read as a logit, so a label is predicted above 0. The
+regression is on 0 and 1, whose middle is 1/2. So 1/2 is subtracted from each label's bias, before the
+division. With unit features the network still has features of other norms, so no threshold means anything.
+
 A is symmetric, and a user sends its upper triangle.
 
 With privacy A and B are clipped as one vector, with A as the whole matrix. An element off the diagonal and
@@ -65,6 +69,8 @@ class Fed3R(ByRows):
             ridge = largest_of_noise(float(total[NOISE]), len(gram)) if NOISE in total else RIDGE
         solution = solved(gram, total["cross"], ridge)
         weight, bias = solution[:-1].T, solution[-1]
+        if not (self.context.model.pytorch_model.task.exclusive or options.unit_features):
+            bias = bias - 0.5
         norms = weight.norm(dim=1) if options.normalise else torch.ones_like(bias)
         norms = torch.where(norms > 0, norms, 1.0)
         return weight / norms[:, None], bias / norms

@@ -141,13 +141,18 @@ class FedGKT(Algorithm[GKTState]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks that cannot be cut, options that one side cannot compute alone, and a state that
-        does not fit in memory.
+        """Refuse networks that cannot be cut, options that one side cannot compute alone, a temperature of no
+        term, and a state that does not fit in memory.
 
         Raises:
             ValueError: one line with the reason.
         """
         module, users, n = setup.module, setup.users, setup.cohort_size
+        if not setup.options.alpha and setup.options.temperature != FedGKTOptions.temperature:
+            raise ValueError(
+                "federated.options.temperature has no effect if federated.options.alpha is 0: set alpha "
+                "above 0, or leave temperature out"
+            )
         if not all(p.requires_grad for p in module.backbone.parameters()):
             raise ValueError("fedgkt trains all layers: set model.trained to all")
         if not module.task.exclusive:

@@ -30,6 +30,7 @@ from pfl.stats import MappedVectorStatistics
 from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import Refusals, Rule, mu_of
 
 STEPS = "pfl_ext.algorithms.fednova/steps"
@@ -119,9 +120,10 @@ class FedNova(OnPfl):
         """The algorithm and its parameters."""
         return cls(), FedNovaParams(**common, **cls.resolved(setup.options))
 
-    def bytes(self, model: PyTorchModel) -> Traffic:
+    @classmethod
+    def traffic(cls, module: ImageClassifier) -> Traffic:
         """Besides its update, a user sends its term of tau_eff."""
-        down, up = super().bytes(model)
+        down, up = super().traffic(module)
         return Traffic(down, up + 4)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> Normaliser:

@@ -22,7 +22,7 @@ from typing import ClassVar
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms.algorithm import RunContext, register
+from pfl_ext.algorithms.algorithm import RunContext, Setup, register
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.fedper import FedPer, FedPerOptions
 from pfl_ext.algorithms.personal_steps import InPhases, Phase
@@ -47,6 +47,22 @@ class FedRep(FedPer):
     options: ClassVar[type] = FedRepOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
     idle_in_runtime: ClassVar[str] = ONLY_OF_COHORTS
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse what `FedPer` refuses, and options of the first phase without personal variables.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        super().check(setup)
+        options = setup.options
+        for key in ("personal_epochs", "personal_learning_rate"):
+            if options.personal is None and getattr(options, key) != getattr(FedRepOptions, key):
+                raise ValueError(
+                    f"federated.options.{key} has no effect if federated.options.personal is none: choose "
+                    f"personal variables, or leave {key} out"
+                )
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)

@@ -144,8 +144,7 @@ class OnPfl(Choice, FederatedAveraging):
 
     def bytes(self, model: PyTorchModel) -> Traffic:
         """The bytes that each user receives and sends in a round."""
-        size = trained_bytes(model.pytorch_model)
-        return Traffic(size, size)
+        return self.traffic(model.pytorch_model)
 
     def begin(self, cohort: IntArray) -> None:
         """Begin a round of these users; all workers call this."""

@@ -146,7 +146,7 @@ class FedOpt(torch.optim.Optimizer):
     """Adaptive server optimisers by name. With gradient g, moments m and v, rate lr and step t = 1, 2, ...:
 
     * all: ``m <- beta1 m + (1 - beta1) g``, from 0.
-    * adam, form "keras" (the paper's): ``v <- beta2 v + (1 - beta2) g^2`` from 0, and
+    * adam, form "keras" (FLAIR's, by Keras): ``v <- beta2 v + (1 - beta2) g^2`` from 0, and
       ``x <- x - lr sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + epsilon)``; epsilon is thus weaker late
       than early (the "epsilon hat" of Kingma and Ba).
     * adam, form "torch" (pfl-research's): both moments corrected first, then

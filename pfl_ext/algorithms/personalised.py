@@ -95,6 +95,7 @@ class Personalised(ServerModelAlgorithm):
         path = None if context.folder is None else context.folder / FILE
         self.parts = UserParts(context.users.num_users, self.layout, path)
         self.seen = torch.zeros(context.users.num_users, dtype=torch.bool)
+        self._kept_finite = True
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
@@ -198,6 +199,7 @@ class Personalised(ServerModelAlgorithm):
             workers.sum_model([seen, after], list(total.values()))
         if self.channel is not None:
             self.channel.end()
+        self._kept_finite = bool(after.isfinite().all())  # the same on every worker
         self.parts.write(users, after)
         self.seen[users] = True
         weight = float(seen[:, 0].double().sum()) if self.context.by_images else float(len(users))
@@ -211,6 +213,10 @@ class Personalised(ServerModelAlgorithm):
         if every and (number + 1) % every == 0:
             line["clients"] = self.scores(number + 1)
         return state, line
+
+    def is_finite(self, state: PyTorchModel) -> bool:
+        """Whether the server's model and the new v_i of the round's users are finite."""
+        return self._kept_finite and super().is_finite(state)
 
     def arithmetic(self, precision: torch.dtype | None) -> str:
         """See `Algorithm.arithmetic`. Without an engine it is that of the compiled layers, if any."""

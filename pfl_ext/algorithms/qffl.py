@@ -54,11 +54,19 @@ class QFFL(ByLoss):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse L = none where 1 over the learning rate is not the same L for all weights and steps.
+        """Refuse L = none where 1 over the learning rate is not the same L for all weights and steps, and an
+        L without effect.
 
         Raises:
             ValueError: one line with the reason.
         """
+        if not setup.options.q:
+            if setup.options.lipschitz is not None:
+                raise ValueError(
+                    "federated.options.lipschitz has no effect if federated.options.q is 0: set q above 0, "
+                    "or leave lipschitz out"
+                )
+            return
         if setup.has_head_rate and setup.options.lipschitz is None:
             raise ValueError(
                 "qffl divides by the local learning rate, so there must be only one: set "

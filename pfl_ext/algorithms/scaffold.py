@@ -10,8 +10,9 @@ starts at the server's x and makes K steps ``y <- y - lr (g_i(y) - c_i + c)``. I
 
 It sends ``y - x`` and ``c_i+ - c_i``. The server's optimiser steps on the weighted mean of the first over the
 cohort S, and ``c <- c + sum_S w_i (c_i+ - c_i) / sum_all w_i``. Where all users have the same weight, this is
-the paper's ``|S| / N`` times the mean. So c is always the weighted mean of all c_i, and the optimum of
-``sum_i w_i f_i / sum_i w_i`` is a fixed point of training, for weights by images and for equal weights.
+the paper's ``|S| / N`` times the mean. So c is always the weighted mean of all c_i. With the correction in
+the gradient, or without momentum, the optimum of ``sum_i w_i f_i / sum_i w_i`` is a fixed point of training,
+for weights by images and for equal weights.
 
 If local training is more than plain SGD, there are two places for the correction ``c - c_i``:
 
@@ -20,7 +21,9 @@ If local training is more than plain SGD, there are two places for the correctio
   weight of the K gradients (`pfl_ext.algorithms.fednova`), instead of K.
 * "step", as in NIID-Bench (Li et al. 2022, arXiv 2102.02079): ``y <- y - lr (c - c_i)`` after every step of
   the optimiser. Option II divides by K. With momentum rho this makes c_i about ``1 / (1 - rho)`` gradients,
-  which is right for a correction that momentum does not amplify.
+  for a correction that momentum does not amplify. That is only about right, since momentum starts at 0 in
+  each round: training ends near the optimum, not at it. Option I's c_i is one gradient, which is
+  ``1 - rho`` times what is needed, so it is refused with this correction and momentum.
 
 The SCAFFOLD of pfl 0.6.0 is wrong: it keeps minus the gradient as c_i but still adds ``c - c_i`` to the
 gradient, so drift is doubled. With its option I all users share one buffer for c_i.
@@ -53,6 +56,7 @@ from pfl_ext.algorithms.controls import Controls, WithControls, only_weighted
 from pfl_ext.algorithms.fednova import coefficient_sum
 from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
 from pfl_ext.configs import STRICT
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import Correction as Correction
 from pfl_ext.rules import Refusals, Rule
 
@@ -190,7 +194,7 @@ class Scaffold(WithControls):
     @classmethod
     def check(cls, setup: Setup) -> None:
         """Refuse users' states that need more disk than allowed, other steps than those of SGD, and option I
-        with a virtual clock.
+        with a virtual clock, or with momentum that does not act on the correction.
 
         Raises:
             ValueError: one line with the reason.
@@ -204,6 +208,14 @@ class Scaffold(WithControls):
             raise ValueError(
                 "SCAFFOLD's option I needs one more pass over the images, which simulated devices do "
                 "not have: set federated.scaffold_option to II, or devices to none"
+            )
+        chosen = cls.resolved(setup.options)
+        forms = chosen["scaffold_option"], chosen["scaffold_correction"]
+        if forms == ("I", "step") and setup.momentum:
+            raise ValueError(
+                "SCAFFOLD's option I corrects by one gradient, too little for steps with momentum if "
+                "federated.scaffold_correction is step: set federated.scaffold_option to II, "
+                "federated.scaffold_correction to gradient, or local.momentum to 0"
             )
         super().check(setup)
 
@@ -219,9 +231,10 @@ class Scaffold(WithControls):
         )
         return cls(cls.kept(setup)), params
 
-    def bytes(self, model: PyTorchModel) -> Traffic:
+    @classmethod
+    def traffic(cls, module: ImageClassifier) -> Traffic:
         """The model and c go down; the update and ``c_i+ - c_i`` go up."""
-        down, up = super().bytes(model)
+        down, up = super().traffic(module)
         return Traffic(2 * down, 2 * up)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> CorrectedRule:

@@ -123,6 +123,11 @@ class Split(Algorithm[SplitState]):
                 "in splitfed, users train at the same time and pass nothing to each other: set "
                 "federated.options.momentum to restart, or federated.options.variant to relay"
             )
+        if options.variant == "splitfed" and setup.users.is_proportional:
+            raise ValueError(
+                "splitfed weights users by their images, which would count twice if they are drawn in "
+                "proportion to them: set federated.sampling to uniform"
+            )
         if options.variant != "splitfed" and current() is not None:
             raise ValueError(
                 f"split {options.variant} trains one user after another in a single process: start it "

@@ -1,7 +1,8 @@
 """Graphs of users who train without a server, and the weights with which they mix their models.
 
 A round's graph is a pure function of the run's seed and, where graphs vary, of the round. All graphs are
-connected (directed ones strongly), so that information from one user reaches all others.
+connected (directed ones strongly), so that information from one user reaches all others; those of
+``one_peer_exponential`` are so only together, over the rounds in which each distance has its turn.
 
 Letters: n users.
 """

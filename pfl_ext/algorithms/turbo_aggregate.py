@@ -22,7 +22,7 @@ the server, which completes them and subtracts the masks of the remaining users.
 
 What a deployment would protect: the mask u_i hides a user's update from all other users. r hides it from the
 server together with T colluding users of one group: they see 2 T values of f_i, and with N > 2 T these fit
-every x_i. So T is up to half of a group, and groups are drawn in each round, so that colluders cannot choose
+every x_i. So T is below half of a group, and groups are drawn in each round, so that colluders cannot choose
 to share one. The server and one user of group l together also learn the sum over all users of the groups
 before l - 1, so a user is hidden among those of its group. All parties are assumed to follow the protocol,
 and users' messages to each other to be secret. The server learns the sum over remaining users and the sum of
@@ -202,7 +202,8 @@ class TurboAggregate(SecureSum):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `SecureSum` refuses, groups that are too small, and runs that would lose every round.
+        """Refuse what `SecureSum` refuses, groups that are too small, `lost_of` without
+        effect, and runs that would lose every round.
 
         Raises:
             ValueError: one line with the reason.
@@ -221,6 +222,11 @@ class TurboAggregate(SecureSum):
                 f"a group of {smallest} users hides their updates from the server and up to "
                 f"{(smallest - 1) // 2} colluding users, not from {colluding}: set "
                 f"federated.options.group_size to {2 * colluding + 1} or more"
+            )
+        if not options.drop_out and options.lost_of != TurboOptions.lost_of:
+            raise ValueError(
+                "federated.options.lost_of has no effect if federated.options.drop_out is 0: set drop_out "
+                "above 0, or leave lost_of out"
             )
         if options.drop_out > 0.5:
             raise ValueError(

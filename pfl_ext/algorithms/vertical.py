@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
@@ -83,10 +84,12 @@ class Vertical(Algorithm[Weights]):
                 "pixels of another party: set augment.flip to none and augment.crop to crop or padded"
             )
         height = users.user_dataset(int(users.images.argmax())).raw_data[0].shape[1]
+        # more users than there are may be drawn with replacement
+        largest = np.resize(np.sort(users.images)[::-1], setup.cohort_size)
         refuse_beyond_memory(
-            2 * users.total_images * 3 * height**2,
+            2 * int(largest.sum()) * 3 * height**2,
             "vertical has all images of a round in memory at once",
-            "choose a smaller data.image_size",
+            "choose a smaller data.image_size or federated.cohort_size",
         )
 
     def init(self, seed: int) -> Weights:

@@ -196,6 +196,11 @@ class FederatedImageDataset(FederatedDataset):
         """Number of images that would take part if all users did."""
         return int(self.images.sum())
 
+    @property
+    def is_proportional(self) -> bool:
+        """Whether users are drawn in proportion to their images."""
+        return self._sampler.startswith("proportional")
+
     def set_round(self, round_number: int) -> None:
         """Set the round for the next ``get_cohort``."""
         self._round = round_number
@@ -250,8 +255,7 @@ class FederatedImageDataset(FederatedDataset):
                 f"most {population}, --federated.cohort_size {population}"
             )
         rng = stream(self._cohort_seed, "cohort", number)
-        proportional = self._sampler.startswith("proportional")
-        chances = fedvc.chances(self.partition.sizes) if proportional else None
+        chances = fedvc.chances(self.partition.sizes) if self.is_proportional else None
         return rng.choice(population, cohort_size, replace=replace, p=chances).astype(np.int64)
 
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:

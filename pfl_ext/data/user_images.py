@@ -71,8 +71,10 @@ class UserImages(Dataset):
             yield positions, self._batch(positions, self._rng, self._keys)
 
     def once(self) -> Iterator[Batch]:
-        """Every image once, in batches of the same size, with their own crops. `iter` is not affected."""
-        rng, keys = np.random.Generator(self._aside), np.random.Generator(self._aside.jumped(2))
+        """Every image once, in batches of the same size, with their own crops: the same ones in each call.
+        `iter` and `part` are not affected.
+        """
+        rng, keys = np.random.Generator(self._aside.jumped(0)), np.random.Generator(self._aside.jumped(2))
         size = self._sampling.batch_size
         for first in range(0, len(self), size):
             yield self._batch(np.arange(first, min(first + size, len(self))), rng, keys)

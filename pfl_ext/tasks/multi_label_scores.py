@@ -137,13 +137,17 @@ users with one image differ in O-AP alone.
 
 
 def user_columns(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]:
-    """`PER_USER` in percent, from one user's ``[n, K]``; C-AP-present is NaN for a user without a label."""
+    """`PER_USER` in percent, from one user's ``[n, K]``. For a user without any label, C-AP-present, O-AP and
+    O-R are NaN, because there is nothing to find.
+    """
     values, truth = np.asarray(scores), as_bool(targets)
     summary = summarise(values, truth)
-    present, ap = truth.any(0), np.nan
-    if present.any():
-        ap = 100 * float(average_precision(values[:, present], truth[:, present]).mean())
-    return {**{name: summary[name] for name in COLUMNS}, PRESENT: ap}
+    present = truth.any(0)
+    columns = {name: summary[name] for name in COLUMNS}
+    if not present.any():
+        return columns | dict.fromkeys(("O-AP", "O-R", PRESENT), np.nan)
+    ap = 100 * float(average_precision(values[:, present], truth[:, present]).mean())
+    return {**columns, PRESENT: ap}
 
 
 class _Rows(NamedTuple):

@@ -263,6 +263,12 @@ def check_training(config: TrainingConfig) -> None:
         proportional = federated.sampling == "proportional"
         refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)
+        weighting_unread = "federated.weighting" in federated.chosen.idle.split() or counts_alike(config)
+        if proportional and federated.weighting == "images" and not weighting_unread:
+            raise ValueError(
+                "federated.sampling is proportional and federated.weighting is images, so a user's number of "
+                "images would count twice: set federated.weighting to users"
+            )
         if config.devices is not None:
             config.devices.check_epochs(local.num_epochs, federated.replacement)
         check_updates(config)

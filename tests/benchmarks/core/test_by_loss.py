@@ -134,6 +134,10 @@ def test_it_is_killed_and_goes_on_bit_for_bit(argv: tuple[str, ...], train: Trai
     [
         (["--federated.options.q=-1"], "federated.options.q is '-1': "),
         (["--federated.options.lipschitz=0"], "federated.options.lipschitz is '0': "),
+        (
+            ["--federated.options.q=0", "--federated.options.lipschitz=3"],
+            "federated.options.lipschitz has no effect if federated.options.q is 0",
+        ),
         (["--federated.options.tilt=1"], "federated.options.tilt is not an option of qffl, which has q"),
         (["--federated.replacement=true"], "users are trained one by one, and a user that is drawn twice"),
         (["--local.head_rate_factor=2"], "or set federated.options.lipschitz"),

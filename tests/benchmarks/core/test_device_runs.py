@@ -239,6 +239,15 @@ def test_a_private_sum_moves_by_the_bound_at_most_whoever_drops_out(tmp_path: Pa
     assert 0 < sum(distances) < 6, "the user took part at some seeds"
 
 
+SLOW_LINK = (
+    "--devices.classes.a.share=1",
+    "--devices.classes.a.ms_per_sample=1",
+    "--devices.classes.a.kbps_up=100",
+    "--devices.classes.a.kbps_down=100",
+    "--devices.deadline_s=15",
+    "--devices.late=drop",
+)
+"""A user of FedAvg needs 10.6 s; SCAFFOLD sends twice as much each way."""
 REFUSED = (
     (["--devices.drop_out=1"], "devices.drop_out is '1'"),
     (["--devices.dropout=0.1"], "there is no config key devices.dropout; did you mean devices.drop_out?"),
@@ -254,6 +263,10 @@ REFUSED = (
     (
         ["--devices.drop_out=0.1", "--federated.algorithm=scaffold", "--federated.scaffold_option=I"],
         "SCAFFOLD's option I needs one more pass over the images, which",
+    ),
+    (
+        [*SLOW_LINK, "--federated.algorithm=scaffold"],
+        "devices.deadline_s is 15, but the fastest user needs 21.2 s",
     ),
     ([*CLASSES_OF_RUN, "--devices.over_selection=4"], "draws 16 users, but there are only 12"),
     (["--config=pfl-r-17", *LATE], "privacy refuses devices.deadline_s = 2.5"),

@@ -321,6 +321,10 @@ def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
         (["--federated.options.server_epochs=0"], "federated.options.server_epochs is '0': "),
         (["--federated.options.server_learning_rate=0"], "server_learning_rate is '0': "),
         (["--model.trained=bias"], "fedgkt trains all layers: set model.trained to all"),
+        (
+            ["--federated.options.alpha=0", "--federated.options.temperature=2"],
+            "federated.options.temperature has no effect if federated.options.alpha is 0",
+        ),
         (["--local.max_images=2"], "fedgkt trains on all images of a client: set local.max_images to none"),
         (["--local.head_rate_factor=2"], "set local.head_rate_factor to 1"),
         (["--server.learning_rate=2"], "has no effect where federated.algorithm is fedgkt"),

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.federated import training_data
+from benchmarks.core.recorder import Recorder
 from pfl_ext.algorithms.clients import line_of
+from pfl_ext.tasks.ranking import Diverged
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import (
     CLASSES,
@@ -209,6 +211,13 @@ def test_dittos_server_has_fedavgs_model_and_with_lambda_0_users_train_alone(tmp
     for user in range(U):
         assert quadratics.distances(own[:, user], alone[:, user]).max() < quadratics.TOLERANCE
     assert np.abs(pulled[-1] - alone[-1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["ditto", "pfedme"])
+def test_a_users_own_model_that_diverges_ends_the_run_after_that_round(name: str, tmp_path: Path) -> None:
+    options = {**OPTIONS[name], "personal_learning_rate": 1e30}
+    with pytest.raises(Diverged, match="round 0 ended with numbers that are not finite"):
+        traced(run_of(tree_of(name, **options)), tmp_path, Recorder)
 
 
 def test_where_all_variables_are_personal_the_server_learns_nothing(tmp_path: Path) -> None:

@@ -135,6 +135,14 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         (["fedrep", f"{OPTION}personal=fc3,,"], "no trained variable begins with 'nothing'"),
         (["fedper", f"{OPTION}held_out=1"], "federated.options.held_out is '1': "),
         (["fedper", f"{OPTION}tune_epochs=-1"], "federated.options.tune_epochs is '-1': "),
+        (
+            ["fedrep", f"{OPTION}personal=none", f"{OPTION}personal_epochs=2"],
+            "federated.options.personal_epochs has no effect if federated.options.personal is none",
+        ),
+        (
+            ["fedrep", f"{OPTION}personal=none", f"{OPTION}personal_learning_rate=0.1"],
+            "federated.options.personal_learning_rate has no effect if federated.options.personal is none",
+        ),
         (["fedrep", f"{OPTION}personal_epochs=0"], "federated.options.personal_epochs is '0': "),
         (["fedbn", f"{OPTION}personal=head"], "personal is not an option of fedbn, which has held_out"),
         (["ditto", f"{OPTION}proximal_weight=-1"], "federated.options.proximal_weight is '-1': "),

@@ -141,6 +141,17 @@ def test_a_public_release_says_that_the_screen_is_not_covered(tmp_path: Path) ->
     assert any("screen" in text for text in statement["not_covered"])
 
 
+def test_what_devices_and_a_norm_bound_write_of_each_round_is_not_covered(tmp_path: Path) -> None:
+    for number, more in enumerate((["--devices.drop_out=0.1"], ["--aggregation.kind=norm_bound"])):
+        text = " ".join(written(tmp_path / str(number), *WIDE, *more)["not_covered"])
+        assert ("virtual_seconds" in text) == (number == 0)
+        assert ("bounded" in text) == (number == 1)
+    public = (*WIDE, "--devices.drop_out=0.1", "--privacy.release=public")
+    assert "virtual_seconds" not in " ".join(
+        written(tmp_path / "public", *public, secret=True)["not_covered"]
+    )
+
+
 @pytest.mark.parametrize("clip_step", [0.2, 50.0, 1e4, 1e300])
 def test_the_adaptive_bound_stays_in_its_range_however_large_its_step(clip_step: float) -> None:
     made = calibration(

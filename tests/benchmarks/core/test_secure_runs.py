@@ -205,6 +205,10 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
             ),
         ),
         ([TURBO, *GROUPS["turbo_aggregate"], "--federated.options.drop_out=0.6"], "set it to at most 0.5"),
+        (
+            [TURBO, *GROUPS["turbo_aggregate"], "--federated.options.lost_of=cohort"],
+            "federated.options.lost_of has no effect if federated.options.drop_out is 0",
+        ),
         ([TURBO, "--federated.options.lost_of=all"], "federated.options.lost_of is 'all': "),
         (
             [TURBO, "--federated.replacement=true"],

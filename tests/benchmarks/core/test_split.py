@@ -230,6 +230,10 @@ def test_it_is_killed_and_goes_on_bit_for_bit(variant: str, train: Train) -> Non
             ["--federated.options.variant=splitfed", "--federated.options.momentum=handover"],
             "in splitfed, users train at the same time and pass nothing to each other",
         ),
+        (
+            ["--federated.options.variant=splitfed", "--federated.sampling=proportional"],
+            "which would count twice if they are drawn in proportion to them: set federated.sampling to",
+        ),
         (["--model.trained=bias"], "split trains all layers: set model.trained to all"),
         (["--local.max_grad_norm=1", "--local.clip_by=global"], "set local.clip_by to variable, or"),
         (["--server.learning_rate=1"], "has no effect where federated.algorithm is split"),

@@ -96,6 +96,18 @@ def algorithm(tree: Tree, parties: int = 4) -> Vertical:
     return Vertical(run_context(run, chosen, lambda _: None))
 
 
+@pytest.mark.parametrize("cohort, images", [(1, 11), (3, 11 + 7 + 5), (5, sum(SIZES))])
+def test_a_run_needs_memory_for_the_images_of_its_largest_round(cohort: int, images: int) -> None:
+    need = 2 * images * 3 * SIDE**2
+    with mock.patch("pfl_ext.models.memory.physical_memory", return_value=need):
+        algorithm({"federated": {"cohort_size": cohort}})
+    with (
+        mock.patch("pfl_ext.models.memory.physical_memory", return_value=need - 1),
+        pytest.raises(ValueError, match=r"choose a smaller data\.image_size or federated\.cohort_size"),
+    ):
+        algorithm({"federated": {"cohort_size": cohort}})
+
+
 def test_hosts_send_outputs_and_get_the_gradient_of_their_sum() -> None:
     vertical, sent = algorithm({"federated": {"cohort_size": len(SIZES)}}), list[tuple[Tensor, bool]]()
     real = Wire.send

@@ -72,6 +72,13 @@ def test_recipes_are_joined_and_the_later_one_wins() -> None:
     assert {"cifar10", "vc", "ir", "fedprox", "fednova"} <= RECIPES.keys()
 
 
+def test_a_users_images_count_once() -> None:
+    with pytest.raises(ValueError, match="would count twice: set federated\\.weighting to users"):
+        parse(["--config=cifar10-fedavg", "--federated.sampling=proportional"])
+    parse(["--config=cifar10-fedavg", "--federated.sampling=proportional", "--federated.weighting=users"])
+    parse(["--config=cifar10-fedavg", "--federated.sampling=proportional", "--federated.algorithm=split"])
+
+
 def test_the_effective_rate_is_the_clients_over_one_minus_momentum() -> None:
 
     words = ["--config=cifar10-fedavgm", "--local.effective_learning_rate=0.1"]

@@ -85,6 +85,19 @@ def test_each_update_is_the_mean_update_of_one_user_from_its_weights(fast: bool)
     assert line["train_loss"] == pytest.approx(loss, abs=2e-6)
 
 
+def test_a_users_loss_is_that_of_the_round_whatever_was_trained_before() -> None:
+    """A resumed process has trained nothing yet."""
+    ours, resumed = clients(False), clients(False)
+    weights = ours.weights()
+    ours.each_update([weights], USERS[:1], 3)
+    losses = []
+    for each in (ours, resumed):
+        each.model(weights)
+        losses.append([each.loss_of(3, number) for number in (1, 2)])
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][1], "each round has crops and images of its own"
+
+
 def test_nobody_has_no_update() -> None:
     assert clients(False).each_update([], np.empty(0, np.int64), 0) == ([], {"users": 0, "images": 0})
 

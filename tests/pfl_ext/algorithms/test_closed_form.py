@@ -153,10 +153,22 @@ def test_fed3r_is_the_ridge_regression_of_all_images(
     weight, bias, _ = asked(algorithm(Fed3R, store, options, cohort, task))
     z = np.concatenate([store.features.astype(np.float64), np.ones((IMAGES, 1))], 1)
     expected = np.linalg.solve(z.T @ z + 3.0 * np.eye(WIDTH + 1), z.T @ store.labels.astype(np.float64))
+    if several:
+        expected[-1] -= 0.5  # a logit of 0 is where the regression is at 1/2
     if normalise:
         norms = np.linalg.norm(expected[:-1], axis=0)
         expected = expected / np.where(norms > 0, norms, 1)
     near(np.concatenate([weight.T, bias[None]]), expected)
+
+
+def test_with_unit_features_fed3rs_bias_has_no_threshold() -> None:
+    store = Features([IMAGES], ALL, True)
+    options = RidgeOptions(ridge=3.0, normalise=False, unit_features=True)
+    _, bias, _ = asked(algorithm(Fed3R, store, options, 1, MultiLabel()))
+    z = store.features.astype(np.float64)
+    z = np.concatenate([z / np.linalg.norm(z, axis=1, keepdims=True), np.ones((IMAGES, 1))], 1)
+    expected = np.linalg.solve(z.T @ z + 3.0 * np.eye(WIDTH + 1), z.T @ store.labels.astype(np.float64))
+    near(bias, expected[-1])
 
 
 @pytest.mark.parametrize(("sizes", "cohort"), DEALT.values(), ids=DEALT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from pfl_ext.algorithms.scaffold import (
     Option,
     Renewal,
     Scaffold,
+    ScaffoldOptions,
     ScaffoldParams,
 )
 from pfl_ext.backend import training_context
@@ -138,6 +140,46 @@ def test_pfls_scaffold_ends_elsewhere_and_ours_at_the_optimum() -> None:
         assert ours == pytest.approx(0.8, abs=2e-4)
 
 
+def fixed_point(option: Option, correction: Correction, rate: float, momentum: float) -> float:
+    """Where two users with the losses ``w^2/2`` and ``4 (w - 1)^2`` end, by K = 10 steps a round."""
+    curvature, aim = torch.tensor([1.0, 8.0]).double(), torch.tensor([0.0, 1.0]).double()
+    x, server, control = torch.zeros(1).double(), torch.zeros(2).double(), torch.zeros(2).double()
+    form = Renewal(option, correction, rate, momentum)
+    for _ in range(200):
+        y, v = x.repeat(2), torch.zeros(2).double()
+        for _ in range(10):
+            g = curvature * (y - aim) + (server - control if correction == "gradient" else 0)
+            v = momentum * v + g
+            y = y - rate * v - (rate * (server - control) if correction == "step" else 0)
+        change = form.change(server, control, y - x, 10, curvature * (x - aim))
+        x, server, control = x + (y - x).mean(), server + change.mean(), control + change
+    return float(x)
+
+
+@pytest.mark.parametrize("rate, after_the_step", [(0.01, 0.9350), (0.05, 0.8101)])
+def test_the_optimum_is_a_fixed_point_if_momentum_acts_on_the_correction(
+    rate: float, after_the_step: float
+) -> None:
+    assert fixed_point("II", "gradient", rate, 0.9) == pytest.approx(8 / 9, abs=1e-9)
+    assert fixed_point("II", "step", rate, 0.0) == pytest.approx(8 / 9, abs=1e-9)
+    assert fixed_point("II", "step", rate, 0.9) == pytest.approx(after_the_step, abs=1e-4)
+
+
+def test_option_i_after_the_step_is_refused_with_momentum() -> None:
+    def check(**changed: Any) -> None:
+        options = ScaffoldOptions(scaffold_option="I", scaffold_correction="step")
+        words: Any = {"options": options, "momentum": 0.9, "cohort_size": 2, "num_rounds": 3, **changed}
+        people: Any = SimpleNamespace(num_users=4)
+        network: Any = nn.Linear(2, 2)
+        Scaffold.check(Setup(users=people, module=network, by_images=False, private=False, **words))
+
+    with pytest.raises(ValueError, match=r"set federated\.scaffold_option to II, federated\.scaffold_corr"):
+        check()
+    check(momentum=0.0)
+    check(options=ScaffoldOptions(scaffold_option="I"))
+    check(options=ScaffoldOptions(scaffold_correction="step"))
+
+
 def test_a_pass_over_all_images_changes_no_draw_of_the_training() -> None:
 
     def user() -> Any:
@@ -150,8 +192,11 @@ def test_a_pass_over_all_images_changes_no_draw_of_the_training() -> None:
     assert once[0][0].shape[1:] == (SIDE, SIDE, 3)
     for one, other in zip(plain.iter(4), passed.iter(4), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other))
-    again = list(user().once())
-    assert all(torch.equal(a, b) for one, other in zip(once, again) for a, b in zip(one, other))
+    for again in (list(user().once()), list(passed.once())):
+        assert all(torch.equal(a, b) for one, other in zip(once, again) for a, b in zip(one, other))
+    plain, places = user(), np.arange(9)
+    for one, other in zip(plain.part(places, 0).iter(4), passed.part(places, 0).iter(4), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other)), "nor of a part"
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -194,7 +239,7 @@ def test_the_state_of_all_users_who_can_come_is_four_bytes_for_each_number(
         network: Any = module
         setup = Setup(
             users=people,
-            options=SimpleNamespace(max_state_gb=most),
+            options=ScaffoldOptions(max_state_gb=most),
             module=network,
             cohort_size=cohort,
             num_rounds=rounds,

@@ -21,7 +21,15 @@ from torchmetrics.functional import classification as tm
 
 from pfl_ext.tasks import ranking
 from pfl_ext.tasks.multi_label import MultiLabel
-from pfl_ext.tasks.multi_label_scores import COLUMNS, MultiLabelScores, average_precision, f1, summarise
+from pfl_ext.tasks.multi_label_scores import (
+    COLUMNS,
+    PRESENT,
+    MultiLabelScores,
+    average_precision,
+    f1,
+    summarise,
+    user_columns,
+)
 from pfl_ext.tasks.ranking import as_bool
 
 Array = npt.NDArray[Any]
@@ -367,6 +375,13 @@ def test_mistakes_are_named() -> None:
             MultiLabelScores.from_batch(2, [0, 1], np.array([[low], [high]]), np.zeros((2, 1), bool))
     with pytest.raises(ValueError, match=r"rows \(1,\), scores \(2, 3\) and targets \(2, 3\)"):
         MultiLabelScores.from_batch(2, [0], half, np.zeros((2, 3), bool))
+
+
+def test_a_user_without_any_label_has_no_score_of_what_there_is_to_find() -> None:
+    scores = np.random.default_rng(11).random((3, 4), dtype=np.float32)
+    found = user_columns(scores, np.zeros((3, 4), bool))
+    assert {name for name, value in found.items() if np.isnan(value)} == {"O-AP", "O-R", PRESENT}
+    assert not any(map(np.isnan, user_columns(scores, np.eye(3, 4, dtype=bool)).values()))
 
 
 @pytest.mark.parametrize("targets", [np.eye(3), np.eye(3, dtype=np.int64), np.eye(3, dtype=np.uint8)])
