@@ -56,11 +56,16 @@ def data_of(directory: Path) -> Path | None:
 
 def is_data_of(directory: Path, path: Path) -> bool | None:
     """Whether a file is what the run in ``directory`` learnt from; None: it does not say."""
-    said = (directory / "results.json", "data_sha256"), (directory / "checkpoint" / "data.json", "sha256")
-    known = {read_json(file).get(key) for file, key in said if file.exists()} - {None}
     probe(path)  # before this process opens it
     with DataFile(path) as file:
-        return known == {file.fingerprint} if known else None
+        return has_data_of(directory, file)
+
+
+def has_data_of(directory: Path, file: DataFile) -> bool | None:
+    """`is_data_of`, for a file that is open."""
+    said = (directory / "results.json", "data_sha256"), (directory / "checkpoint" / "data.json", "sha256")
+    known = {read_json(place).get(key) for place, key in said if place.exists()} - {None}
+    return known == {file.fingerprint} if known else None
 
 
 class Experiment(ABC, Generic[C]):

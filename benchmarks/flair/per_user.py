@@ -20,7 +20,7 @@ from torch import optim
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import pfl_device
-from benchmarks.core.experiment import build_model, data_of, is_data_of, trained_task
+from benchmarks.core.experiment import build_model, data_of, has_data_of, trained_task
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.paper import SCORES as REPORTED
 from benchmarks.flair.results import SPLIT, write_users
@@ -55,11 +55,12 @@ def evaluate(directory: Path, run: Run) -> Tree:
     config, path = run.config, run.data_path or data_of(directory)
     if path is None:
         raise ValueError(f"{directory} does not say where its data lies: give --data_path")
-    if is_data_of(directory, path) is False:
-        raise ValueError(
-            f"{path} has other data than {directory} learnt from: give the file of the run with --data_path"
-        )
     with pfl_device(run.runtime.device), DataFile(path) as file:
+        if has_data_of(directory, file) is False:
+            raise ValueError(
+                f"{path} has other data than {directory} learnt from: give the file of the run with "
+                "--data_path"
+            )
         flair = Flair(run, file)
         task = flair.task
         names = list(record.outcome["per_class_ap"])

@@ -32,7 +32,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.core.commands import command_parser
 from benchmarks.core.execute import pfl_device
-from benchmarks.core.experiment import data_of, is_data_of
+from benchmarks.core.experiment import data_of, has_data_of
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_image, trained
 from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, check_table, mask_file, mask_places
@@ -254,12 +254,12 @@ def main(argv: Sequence[str]) -> None:
         if options.user is not None or not options.images:
             if path == Path():
                 raise ValueError(f"{options.run_dir} does not say where its data lies: give --data_path")
-            if options.data_path is None and is_data_of(options.run_dir, path) is False:
+            file = stack.enter_context(DataFile(path))
+            if options.data_path is None and has_data_of(options.run_dir, file) is False:
                 raise ValueError(
                     f"{path} has other data now than {options.run_dir} learnt from: give the file of the "
                     "run, or this one, with --data_path"
                 )
-            file = stack.enter_context(DataFile(path))
             known = file.provenance.get("category_ids", known)
         if options.user is not None:
             model, held_out = own_model(model, file, options.user)

@@ -343,10 +343,7 @@ def test_what_is_refused(
         ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .bmp, .gif"),
         ([str(labelled), "--images", str(tmp_path / "x.jpg")], "cannot be read: No such file"),
         ([str(renamed)], "has other classes than the data of"),
-        (
-            [str(labelled), "--images", str(photo), str(odd)],
-            "caf\\udce9.png' is not UTF-8, as tables are: rename",
-        ),
+        ([str(labelled), "--images", str(photo), str(odd)], "caf\\udce9.png' is not UTF-8, as tables"),
         ([str(unclear), "--images", str(photo)], ";x' has a ;, which separates labels in a table: use"),
         ([str(labelled), "--images", str(photo), f"--output={photo}"], "is read by this command: give"),
         ([str(labelled), f"--output={labelled / 'results.json'}"], "is read by this command: give another"),
