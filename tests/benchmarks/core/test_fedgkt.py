@@ -214,7 +214,8 @@ def test_rounds_are_the_equations_in_float64(flat: bool, tree: Tree) -> None:
 def test_clients_share_no_weight_and_the_first_round_has_no_teacher() -> None:
     gkt = algorithm(run_of(TREE))
     before = gkt.init(0)
-    other = algorithm(run_of(merge(TREE, {"federated": {"options": {"alpha": 0.0}}})))
+    alone = {"alpha": 0.0, "temperature": FedGKTOptions.temperature}
+    other = algorithm(run_of(merge(TREE, {"federated": {"options": alone}})))
     (one, _), (untaught, _) = gkt.round(before, 0), other.round(other.init(0), 0)
     for name in CLIENT:
         assert torch.equal(one.clients[name], untaught.clients[name])
