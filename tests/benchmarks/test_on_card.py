@@ -24,7 +24,7 @@ SMALL_NET = "shufflenet_v2_x0_5 --model.groups=4"
         "lenet --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users "
         "--evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
         "lenet --federated.algorithm=scaffold --federated.weighting=users",
-        "lenet --federated.algorithm=scaffold --federated.scaffold_option=I --local.momentum=0.5 "
+        "lenet --federated.algorithm=scaffold --federated.scaffold_option=I "
         "--federated.scaffold_correction=step",
         "lenet --local_privacy.noise_seed=run --federated.weighting=users",
         f"{SMALL_NET} --config=c-r-17",
