@@ -202,8 +202,8 @@ class TurboAggregate(SecureSum):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `SecureSum` refuses, groups that are too small, `lost_of` without
-        effect, and runs that would lose every round.
+        """Refuse what `SecureSum` refuses, groups that are too small, `lost_of` without effect, and
+        runs that would lose every round.
 
         Raises:
             ValueError: one line with the reason.

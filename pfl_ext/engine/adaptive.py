@@ -12,11 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pfl_ext.engine.layout import Layout
+from pfl_ext.engine.layout import PIECE, Layout
 from pfl_ext.engine.training import Adaptive
-
-PIECE = 2**18
-"""Numbers that are worked on at once on a CPU, so that m, v and g stay in a core's cache."""
 
 
 class Moments:
@@ -50,6 +47,7 @@ class Moments:
         for power, beta in zip(self._powers, (adam.beta1, adam.beta2)):
             power.mul_(beta)
         rest, rest_of_squares = 1 - self._powers
+        root = rest_of_squares.sqrt()
         torch._foreach_copy_(self._views, list(gradients))
         pieces = (torch.split(vector, self._length) for vector in (self._m, self._v, self._g))
         for m, v, g in zip(*pieces):
@@ -60,7 +58,7 @@ class Moments:
                 m.lerp_(g, 1 - adam.beta1)
                 v.mul_(adam.beta2).addcmul_(g, g, value=1 - adam.beta2)
             torch.sqrt(v, out=g)
-            g.div_(rest_of_squares.sqrt()).add_(adam.epsilon)
+            g.div_(root).add_(adam.epsilon)
             torch.div(m, g, out=g)
             g.div_(rest)
         return self._views

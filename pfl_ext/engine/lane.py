@@ -9,7 +9,6 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from pfl_ext.engine.cpu.dense import Linear, Room, gradients_into
 from pfl_ext.engine.gpu_layers import steps_for
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs
-from pfl_ext.engine.layout import Layout, trained
+from pfl_ext.engine.layout import PIECE, Layout, trained
 from pfl_ext.engine.one_step import Sums
 from pfl_ext.engine.short_weights import ShortWeights
 from pfl_ext.engine.tape import TapedNetwork
@@ -30,8 +29,6 @@ from pfl_ext.privacy.central import ScalesUpdates
 
 AHEAD = 8
 """Number of users whose training a lane may queue on a GPU beyond the one in work."""
-PIECE = 2**18
-"""Elements of a vector that a CPU core processes at once: 1 MB of float32, which stays in its cache."""
 
 
 class Lane:
@@ -231,14 +228,14 @@ class Lane:
             if local.correction == "gradient":
                 torch._foreach_add_(gradients, self._corrections)
             clip_gradients(gradients, local)
-            decayed = partial(torch._foreach_add_, alpha=local.weight_decay)
-            if local.weight_decay and not (local.adaptive is not None and local.adaptive.decoupled):
-                decayed(gradients, self._starts if first else self._weights)
-            if local.adaptive is not None:
+            adam, sources = local.adaptive, self._starts if first else self._weights
+            if local.weight_decay and not (adam and adam.decoupled):
+                torch._foreach_add_(gradients, sources, alpha=local.weight_decay)
+            if adam:
                 assert self._moments is not None
-                gradients = self._moments.direction(gradients, local.adaptive, first)
-                if local.weight_decay and local.adaptive.decoupled:
-                    decayed(gradients, self._starts if first else self._weights)
+                gradients = self._moments.direction(gradients, adam, first)
+                if adam.decoupled and local.weight_decay:
+                    torch._foreach_add_(gradients, sources, alpha=local.weight_decay)
             elif local.momentum and first:
                 torch._foreach_copy_(self._velocities, gradients)
             elif local.momentum:

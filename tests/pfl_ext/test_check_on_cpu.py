@@ -12,6 +12,7 @@ from torch import nn
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.selfcheck import CPU_LIMIT, PATHS, CheckOnCpu, SelfCheck
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, private
+from tests.pfl_ext.samplings import local_sampling
 
 SIZES = [3, 1, 9, 2, 0, 5]
 
@@ -45,7 +46,9 @@ def biases_of_no_effect() -> nn.Module:
 def test_steps_that_magnify_rounding_are_checked_by_steps_that_do_not() -> None:
     def setting(check: SelfCheck | None = None) -> Setting:
         adam: dict[str, Any] = {"adam": "adamw", "epsilon": 1e-10, "learning_rate": 1e-3}
-        return Setting([9, 1], clipping="none", backbone=biases_of_no_effect, check=check, **adam)
+        # a mean of three is rounded in another way than a sum of thirds
+        thirds = local_sampling(input_size=10, batch_size=3)
+        return Setting([9, 1], thirds, "none", backbone=biases_of_no_effect, check=check, **adam)
 
     check = CheckOnCpu()
     ours = setting(check).run(True)[0]
