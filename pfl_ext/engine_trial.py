@@ -29,6 +29,7 @@ from pfl_ext.rules import Rule, UserRule
 Sent = dict[str, Tensor]
 """What users send, by variable."""
 STEADY_RATE, STEADY_EPSILON = 0.01, 1.0
+"""Learning rate and epsilon of Adam in a comparison: no result of a run depends on them (`steady`)."""
 
 
 @contextlib.contextmanager
