@@ -326,7 +326,7 @@ def test_what_is_refused(
     shutil.copytree(labelled, renamed)
     of_others = {"classes": [f"my {name}" for name in results(labelled)["classes"]]}
     (renamed / "results.json").write_text(json.dumps(results(labelled) | of_others))
-    unclear, odd = tmp_path / "unclear", tmp_path / os.fsdecode(b"caf\xe9.png")
+    unclear, odd = tmp_path / "unclear", tmp_path / os.fsdecode(b"photo\xe9.png")
     shutil.copytree(labelled, unclear)
     joined = {"classes": [f"{name};x" for name in results(labelled)["classes"]]}
     (unclear / "results.json").write_text(json.dumps(results(labelled) | joined))
@@ -343,7 +343,7 @@ def test_what_is_refused(
         ([str(labelled), "--images", str(tmp_path / "empty")], "holds no image: none of .bmp, .gif"),
         ([str(labelled), "--images", str(tmp_path / "x.jpg")], "cannot be read: No such file"),
         ([str(renamed)], "has other classes than the data of"),
-        ([str(labelled), "--images", str(photo), str(odd)], "caf\\udce9.png' is not UTF-8, as tables"),
+        ([str(labelled), "--images", str(photo), str(odd)], "photo\\udce9.png' is not UTF-8, as tables"),
         ([str(unclear), "--images", str(photo)], ";x' has a ;, which separates labels in a table: use"),
         ([str(labelled), "--images", str(photo), f"--output={photo}"], "is read by this command: give"),
         ([str(labelled), f"--output={labelled / 'results.json'}"], "is read by this command: give another"),
