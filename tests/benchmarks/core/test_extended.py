@@ -144,5 +144,6 @@ def test_what_was_trained_in_another_arithmetic_stays_said(train: Train) -> None
     first = results(short)["arithmetic"]
     longer = train("--federated.num_rounds=3", "--runtime.precision=bf16", f"--extend={short}", name="longer")
     said = results(longer)["arithmetic"]
-    assert said.startswith(f"{first}; from round 2 on bfloat16")
-    assert said.count("; from round") == 1
+    then = said.removeprefix(f"{first}; from round 2 on ")  # bfloat16, or float32 where a processor has none
+    assert then not in (said, first)
+    assert "; from round" not in then
