@@ -48,7 +48,7 @@ class AveragingConfig:
     """Which average of the server's models is scored and saved."""
 
     average: Literal["none", "ema", "swa"] = "none"
-    """Score and save an average of the server's models: exponential (ema) or plain (swa); none: the last."""
+    """Score and save an average of the server's models: exponential (ema), plain (swa); none: no average."""
     average_decay: Fraction = 0.99
     """Weight of the average so far when a round's model is added to it (ema); less in early rounds."""
     average_from_round: NonNegativeInt = 0
@@ -79,11 +79,13 @@ class ModelAverage:
         """The adapters that are averaged as what they add to their layer."""
 
     def __str__(self) -> str:
-        of, config = "of the server's models is scored and saved", self.config
-        kind = "the plain average" if config.average == "swa" else "the exponential moving average"
-        decay = "" if config.average == "swa" else f" with decay {config.average_decay:g}"
-        start = f", from round {config.average_from_round} on" if config.average_from_round else ""
-        return f"{kind} {of}{decay}{start}; training does not depend on it"
+        config = self.config
+        of = {"swa": "plain average", "ema": f"exponential moving average (decay {config.average_decay:g})"}
+        start = f" from round {config.average_from_round} on" if config.average_from_round else ""
+        return (
+            f"what is scored and saved{start} is the {of.get(config.average)} of the server's models over "
+            "rounds; training does not depend on it"
+        )
 
     def _current(self) -> dict[str, Tensor]:
         """What is averaged of the module as it is, by the names of parameters."""
