@@ -18,9 +18,9 @@ CHECKPOINTS = 3
 def least_bytes(config: TrainingConfig, module: ImageClassifier, of_users: int) -> int:
     """The least bytes on disk that a run needs for checkpoints, users' states and ``model.safetensors``.
 
-    A checkpoint holds the model, the best one, and one number (momentum) or two (adaptive optimisers) for
-    each trained parameter. Frozen layers are counted in ``model.safetensors`` alone: a run on features leaves
-    them out of its checkpoints.
+    A checkpoint holds the model, the best one, the average over rounds if there is one, and one number
+    (momentum) or two (adaptive optimisers) for each trained parameter. Frozen layers are
+    counted in ``model.safetensors`` alone: a run on features leaves them out of its checkpoints.
 
     Args:
         config: of the run.
@@ -29,8 +29,9 @@ def least_bytes(config: TrainingConfig, module: ImageClassifier, of_users: int) 
     """
     server: OptimizerConfig = config.server if config.mode == "federated" else config.centralised
     moments = (1 if server.momentum else 0) if server.optimizer == "sgd" else 2
+    averages = config.mode == "federated" and config.evaluation.average != "none"
     whole: int = sum(tensor.nbytes for tensor in module.state_dict().values())
-    return CHECKPOINTS * (2 + moments) * trained_bytes(module) + whole + of_users
+    return CHECKPOINTS * (2 + moments + averages) * trained_bytes(module) + whole + of_users
 
 
 def check_disk(config: TrainingConfig, module: ImageClassifier, of_users: int, directory: Path) -> None:

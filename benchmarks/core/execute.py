@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
-from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
 from benchmarks.core.centralised import train_centralised
@@ -31,17 +30,18 @@ from benchmarks.core.disk import check_disk
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.extended import check_extension, extend
 from benchmarks.core.facts import dataset_facts, hardware, start_facts
-from benchmarks.core.features import Inputs, inputs_of
+from benchmarks.core.features import inputs_of
 from benchmarks.core.federated import check_federated, train_federated
+from benchmarks.core.final_scores import final_scores
 from benchmarks.core.memory import keep_freed_memory
 from benchmarks.core.network import network_words
 from benchmarks.core.own_code import own_code
 from benchmarks.core.private_data import check_private_data
-from benchmarks.core.recorder import Checkpoints, Recorder, columns
+from benchmarks.core.recorder import Checkpoints, Recorder
 from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.secret import statement_path
-from benchmarks.core.single_users import scores_of_users
 from benchmarks.core.tracking import Tracking
+from benchmarks.reporting.tables import text_table
 from dataset.cli import held, refuse_broken_link
 from dataset.files import OWN, file_digest, own_modules, write_json
 from dataset.pages import clean
@@ -50,7 +50,6 @@ from dataset.store.probe import probe
 from dataset.store.validate import check_columns
 from pfl_ext import checkpoint
 from pfl_ext.engine.card import ieee_float32
-from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.dropout import LeftOut
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, adapters_in_words, merged
@@ -188,6 +187,11 @@ def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
         + f"on {results['hardware']}"
     )
     experiment.show(results)
+    if "unaveraged" in results:
+        of_test = results["unaveraged"]["test"]
+        row = {name: of_test[name] for name in experiment.headline if name in of_test}
+        kinds = experiment.score_kinds(experiment.config, results)
+        print(text_table({"test, last model, not averaged": row}, kinds))
     if results["best_step"] == 0 < results["rounds"]:
         print(
             f"WARNING: by {by} on val, no {results['unit']} improved the model: these scores and "
@@ -291,43 +295,11 @@ def _train(
                 model = train_federated(run, train, val, inputs.module, recorder, partition, protected)
             else:
                 model = train_centralised(run, train, val, inputs.module, recorder)
-        scores = _final_scores(experiment, recorder, model, inputs, module)
+        scores = final_scores(experiment, recorder, model, inputs, module)
         if is_main():
             results = _write_results(experiment, recorder, {**scores, **facts}, module, data_path)
             shown.finish(results, experiment.rows(results))
     return results
-
-
-def _final_scores(
-    experiment: Experiment[Any],
-    recorder: Recorder,
-    model: PyTorchModel,
-    inputs: Inputs,
-    whole: ImageClassifier,
-) -> Tree:
-    """The last model's and the best one's; the model is left at the best, and the whole network in it."""
-    threads = recorder.run.runtime.reader_threads
-    evaluations = {
-        name: CentralEvaluation(inputs.split(name), threads=threads) for name in experiment.final_splits
-    }
-    metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
-    task = model.pytorch_model.task
-    last = {name: columns(task, scored) for name, scored in metrics.items()}
-    if recorder.best.step != recorder.num_steps:
-        model.pytorch_model.load_state_dict(recorder.best.weights)
-        metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
-    users: Tree = {}
-    private = recorder.run.config.is_private
-    if experiment.scores_users and not private and "clients" not in recorder.findings:
-        users = scores_of_users(experiment, model, inputs, recorder.files.path)
-    model._model = whole  # pfl has no way to set it
-    return {
-        **users,
-        **{name: columns(task, scored) for name, scored in metrics.items()},
-        "last": last,
-        "best_step": recorder.best.step,
-        **experiment.final_results(recorder.files.path, model, metrics),
-    }
 
 
 def _write_results(

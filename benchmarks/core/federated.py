@@ -28,6 +28,7 @@ from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import RunContext, Setup
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.attacks.attack import HONEST, Attack, attackers
+from pfl_ext.averaging import ModelAverage
 from pfl_ext.compression.compressor import PLAIN, Compressor
 from pfl_ext.data.federated_dataset import (
     FederatedImageDataset,
@@ -262,6 +263,8 @@ def train_federated(
 ) -> PyTorchModel:
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round.
 
+    The average of the models, if there is one, is in ``recorder.checkpoints.average``.
+
     Args:
         run: what is trained, and by what.
         store: the training images.
@@ -285,14 +288,24 @@ def train_federated(
     algorithm = config.federated.chosen.start(training)
     if is_main():
         print(f"training is computed in {algorithm.arithmetic(precision)}")
-    recorder.checkpoints.algorithm = algorithm
+    average = ModelAverage(config.evaluation, training.model.pytorch_model)
+    if is_main() and config.evaluation.average != "none":
+        print(average)
+    recorder.checkpoints.algorithm, recorder.checkpoints.average = algorithm, average
+
+    def evaluated(number: int) -> None:
+        with average.in_place():
+            recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
 
     first, state = recorder.restore(algorithm.init(config.seed))
+    if first == 0:
+        average.add(0)
     for number in range(first, config.federated.num_rounds):
         if number % config.evaluation.every_rounds == 0:
             begin_work(evaluation=number, config=training.config_hash)
-            recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
+            evaluated(number)
         state, line = algorithm.round(state, number)
+        average.add(number + 1)
         if number == first:  # the first round decides; a run that goes on after its last has it of its file
             recorder.trained_in(algorithm.arithmetic(precision), number)
             if recorder.ledger is not None:
@@ -308,6 +321,6 @@ def train_federated(
     if training.engine is not None:
         training.engine.close()
     if not recorder.ended:
-        recorder.evaluated(config.federated.num_rounds, algorithm.evaluate(state), algorithm.model(state))
+        evaluated(config.federated.num_rounds)
         recorder.end(state)
     return algorithm.model(state)

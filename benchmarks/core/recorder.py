@@ -30,13 +30,14 @@ from dataset.files import written
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm, is_finite
 from pfl_ext.algorithms.channel import FILE as ERRORS_FILE
+from pfl_ext.averaging import ModelAverage
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import barrier, from_main, is_main, tensors_from_main
 
-BEST = "best/"
-"""What the names of the best model's tensors begin with."""
+BEST, AVERAGE = "best/", "average/"
+"""What the names of the best model's tensors begin with, and those of the average over rounds."""
 
 
 class ModelState:
@@ -80,6 +81,8 @@ class Checkpoints:
         self.last = self.read = directory / "checkpoint" / "last.safetensors"
         self.algorithm: Algorithm[Any] | ModelState = ModelState()
         """How the state of training becomes the tensors of a checkpoint."""
+        self.average: ModelAverage | None = None
+        """The average of the server's models that is scored and saved; None: of centralised training."""
         self._run, self._saved_at = run, time.perf_counter()
 
     def due(self, step: int) -> bool:
@@ -91,6 +94,8 @@ class Checkpoints:
         """Write a checkpoint; the one before it is kept."""
         kept_best = {BEST + name: tensor for name, tensor in best.weights.items()}
         tensors = self.algorithm.tensors(state) | kept_best
+        if self.average is not None:
+            tensors |= {AVERAGE + name: tensor for name, tensor in self.average.tensors().items()}
         whole = {**account, "best": {"step": best.step, "score": best.score, "val": best.val}}
         checkpoint.save(self.last, tensors, whole, keep_previous=True)
         self.algorithm.saved()
@@ -129,6 +134,8 @@ class Checkpoints:
             self.read = before
             with written(self.last):
                 self.last.unlink(missing_ok=True)
+        if self.average is not None:
+            self.average.load(checkpoint.part(tensors, AVERAGE))
         return Best(**account["best"], weights=checkpoint.part(tensors, BEST)), account, state
 
     def _restored(self, state: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, str | None]:

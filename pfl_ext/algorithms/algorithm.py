@@ -202,6 +202,9 @@ class Choice:
     """Whether what a round does depends on how many rounds the run has; such a run cannot be made longer."""
     only_last: ClassVar[bool] = False
     """Whether only the last round's model has learnt from all users."""
+    has_server_model: ClassVar[bool] = False
+    """Whether the server has a model of which an average over rounds may be scored and saved
+    (``evaluation.average``). `Algorithm.model` must then return the run's model without changing it."""
     once: ClassVar[bool] = False
     """Whether each user sends once in a run; all of them in the only round of a private one."""
     takes: ClassVar[tuple[str, ...]] = ()

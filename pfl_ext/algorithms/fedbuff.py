@@ -83,6 +83,7 @@ class FedBuff(Algorithm[Buffered]):
 
     options: ClassVar[type] = FedBuffOptions
     takes: ClassVar[tuple[str, ...]] = ("devices",)
+    has_server_model: ClassVar[bool] = True
     idle: ClassVar[str] = "federated.cohort_size"
     reads_length: ClassVar[bool] = True
     refusals: ClassVar[Refusals] = {

@@ -67,6 +67,7 @@ class Moon(Personalised):
 
     options: ClassVar[type] = MoonOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
+    has_server_model: ClassVar[bool] = True
     idle_in_runtime: ClassVar[str] = ONLY_OF_COHORTS
 
     def __init__(self, context: RunContext) -> None:

@@ -125,6 +125,7 @@ class OnPfl(Choice, FederatedAveraging):
     """
 
     tunes_engine: ClassVar[bool] = True
+    has_server_model: ClassVar[bool] = True
     user_state: UserState | None = None
     """State that a run needs to continue, besides the model and the server's optimiser."""
 

@@ -82,6 +82,7 @@ class Personalised(ServerModelAlgorithm):
     }
     idle: ClassVar[str] = "federated.reweight federated.max_importance augment.views"
     files: ClassVar[tuple[str, ...]] = (FILE,)
+    has_server_model: ClassVar[bool] = False
 
     def __init__(self, context: RunContext) -> None:
         self.images = OwnImages.of(context.users, context.options.held_out, context.options.split_seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
@@ -13,6 +14,8 @@ from pfl_ext.algorithms.algorithm import Algorithm, UserState
 
 class ServerModelAlgorithm(Algorithm[PyTorchModel]):
     """An algorithm whose rounds change the run's model; a checkpoint holds that and the states of `_kept`."""
+
+    has_server_model: ClassVar[bool] = True
 
     def init(self, seed: int) -> PyTorchModel:
         """The run's model, whose weights were drawn from the run's seed."""

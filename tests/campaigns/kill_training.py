@@ -100,7 +100,7 @@ OF_SCAFFOLD = (
 
 WINDOW = (
     "benchmarks.core.recorder:Recorder.end",
-    "benchmarks.core.execute:_final_scores",
+    "benchmarks.core.execute:final_scores",
     "benchmarks.core.execute:_write_results",
     "benchmarks.reporting.plots:training_curve",
     "benchmarks.reporting.plots:privacy_curves",

@@ -18,6 +18,7 @@ from pfl_ext.algorithms.optimizers import ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.attacks.alie import ALIEOptions
 from pfl_ext.attacks.on_updates import BoostOptions, GaussianOptions, SignFlipOptions
+from pfl_ext.averaging import AveragingConfig
 from pfl_ext.compression.compressor import FeedbackOptions
 from pfl_ext.compression.low_rank import LowRankOptions
 from pfl_ext.compression.quantised import UniformOptions
@@ -142,6 +143,7 @@ LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0,
 @pytest.mark.parametrize(
     "config, values",
     [
+        (AveragingConfig(), {"average": "none", "average_decay": 0.99, "average_from_round": 0}),
         (LocalSampling(), SAMPLING),
         (LocalSGDConfig(), SGD),
         (ServerConfig(), SERVER),

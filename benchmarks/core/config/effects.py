@@ -42,6 +42,8 @@ OF_TRAINED = {
     "names": "model.trained_names",
 }
 """The keys that only this value of ``model.trained`` reads."""
+OF_AVERAGE, OF_EMA = "evaluation.average_from_round", "evaluation.average_decay"
+"""The keys that only an average of the server's models reads, and only an exponential one."""
 Reasons = dict[str, str]
 """The reason why each idle key or section is idle, and what to do."""
 
@@ -67,7 +69,8 @@ def idle_by_mode(mode: str) -> Idle:
     """What is for the other mode."""
     if mode == "centralised":
         updates = "compression. aggregation. attack. devices devices."
-        federated = f"local. server. federated. {updates} evaluation.every_rounds"
+        scored = "evaluation.every_rounds evaluation.average"
+        federated = f"local. server. federated. {updates} {scored} {OF_AVERAGE} {OF_EMA}"
         return Idle(federated, "mode is centralised", "set mode to federated")
     return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
 
@@ -85,6 +88,11 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.augment.crop != "padded":
         because = f"augment.crop is {config.augment.crop}"
         yield Idle("augment.padding", because, "set augment.crop to padded")
+    because = f"evaluation.average is {config.evaluation.average}"
+    if config.evaluation.average != "ema":
+        yield Idle(OF_EMA, because, "set evaluation.average to ema")
+    if config.evaluation.average == "none":
+        yield Idle(OF_AVERAGE, because, "set evaluation.average to ema or swa")
     for kind, keys in OF_TRAINED.items():
         if config.model.trained != kind:
             yield Idle(keys, f"model.trained is {config.model.trained}", f"set model.trained to {kind}")
@@ -272,12 +280,30 @@ def check_training(config: TrainingConfig) -> None:
         if config.devices is not None:
             config.devices.check_epochs(local.num_epochs, federated.replacement)
         check_updates(config)
+        _check_average(config)
         if federated.chosen.only_last and config.evaluation.best_by != "last":
             raise ValueError(
                 f"evaluation.best_by is {config.evaluation.best_by}, but federated.algorithm "
                 f"{federated.name} has a model for all users only after the last round: set "
                 "evaluation.best_by to last"
             )
+
+
+def _check_average(config: TrainingConfig) -> None:
+    evaluation, federated = config.evaluation, config.federated
+    if evaluation.average == "none":
+        return
+    if not federated.chosen.has_server_model:
+        raise ValueError(
+            f"evaluation.average is {evaluation.average}, but federated.algorithm {federated.name} has no "
+            "model of the server that could be averaged over rounds: set evaluation.average to none, or "
+            "choose another algorithm, such as fedavg"
+        )
+    if evaluation.average_from_round >= federated.num_rounds:
+        raise ValueError(
+            f"evaluation.average_from_round is {evaluation.average_from_round}, but must be below "
+            f"federated.num_rounds = {federated.num_rounds}, or nothing would be averaged: lower it"
+        )
 
 
 def _check_cutout(config: TrainingConfig) -> None:

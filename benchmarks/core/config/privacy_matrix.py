@@ -204,6 +204,11 @@ TABLE: Mapping[str, Rule] = {
     **each(UNUSED, "centralised", "warmup_epochs warmup_learning_rate"),
     **each(UNUSED, "evaluation", "every_epochs"),
     **each(NOT_OF_TRAINING_USERS, "evaluation", "every_rounds best_by"),
+    **each(
+        "a function of the models after each round, which are counted as released: post-processing",
+        "evaluation",
+        "average average_decay average_from_round",
+    ),
     "privacy": Rule(ONE_KIND, None, (None,)),
     **each(ACCOUNTED, "privacy", "epsilon delta mechanism clipping clipping_bound quantile clip_step"),
     **each(ACCOUNTED, "privacy", "indicator_std_fraction accountant sampler band noise"),

@@ -20,6 +20,7 @@ from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, OptimizerConfig, ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.attacks.attack import ATTACKS, HONEST
+from pfl_ext.averaging import AveragingConfig
 from pfl_ext.compression.compressor import COMPRESSORS, PLAIN
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
@@ -208,8 +209,7 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
         """The learning rate in epoch 0, 1, ...; after a warm-up that of `ScheduleConfig.scheduled`.
 
         Epoch e of W has ``f + (rate - f) e / W`` with the warm-up's first rate f. The schedule then goes on
-        as if there had been no warm-up: it counts all epochs, as timm's schedulers do (``warmup_t`` and
-        ``warmup_lr_init`` there, without ``warmup_prefix``).
+        as if there had been no warm-up: it counts all epochs, as timm's do without ``warmup_prefix``.
         """
         if step >= self.warmup_epochs:
             return super().scheduled(rate, step, num_steps)
@@ -237,8 +237,8 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
-class EvaluationConfig:
-    """The schedule of scoring on val, and the score that chooses the best model."""
+class EvaluationConfig(AveragingConfig):
+    """The schedule of scoring on val, which model is scored, and the score that chooses the best one."""
 
     every_rounds: PositiveInt = 10
     """Rounds between two scores of val (federated)."""

@@ -18,7 +18,7 @@ MODEL = 4 * (6 * 75 + 6 + 16 * 150 + 16 + 120 * 16 + 120 + 84 * 120 + 84 + 17 * 
 @pytest.mark.parametrize(
     "argv, moments, users",
     [
-        (("--server.optimizer=sgd", "--server.momentum=0.9"), 1, 0),
+        (("--server.optimizer=sgd", "--server.momentum=0.9", "--evaluation.average=swa"), 2, 0),
         (("--server.optimizer=adam",), 2, 0),
         (USER_STATES["control_variates.f32"], 2, 12),
         (USER_STATES["linear_terms.f32"], 2, 12),
@@ -26,7 +26,7 @@ MODEL = 4 * (6 * 75 + 6 + 16 * 150 + 16 + 120 * 16 + 120 + 84 * 120 + 84 + 17 * 
         (USER_STATES["compression_errors.f32"], 2, 12),
         (("--config=c-r-17", "--centralised.optimizer=sgd"), 0, 0),
     ],
-    ids=["momentum", "adam", "scaffold", "feddyn", "ditto", "feedback", "central"],
+    ids=["momentum and average", "adam", "scaffold", "feddyn", "ditto", "feedback", "central"],
 )
 def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_writes_anything(
     argv: tuple[str, ...],

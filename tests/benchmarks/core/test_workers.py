@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.core.recorder import AVERAGE
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
@@ -54,9 +55,9 @@ def alone(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def parameters(directory: Path) -> dict[str, torch.Tensor]:
-    """The model after the last round."""
+    """The model after the last round, and the average over rounds of a run that has one."""
     tensors = last_checkpoint(directory)
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith((MODEL, AVERAGE))}
 
 
 def distance(one: Path, other: Path, by_tensor: bool = True) -> float:

@@ -1,0 +1,148 @@
+"""An average of the server's models over rounds, which is scored and saved in the place of the last model.
+
+With x_t the server's model after t rounds and s the first round of the average (``average_from_round``), the
+average is a_s = x_s, and then
+
+    a_t = d_n a_(t-1) + (1 - d_n) x_t,    n = t - s,
+
+where n is the number of models in a_(t-1). Before round s the model is x_t itself. d_n is
+
+* n / (n + 1) for ``swa``: the plain mean of x_s, ..., x_t (Izmailov et al. 2018, arXiv 1803.05407; in
+  federated learning Caldarola, Caputo and Ciccone 2022, arXiv 2203.11834, from three quarters of the rounds);
+* min(decay, n / (n + 9)) for ``ema``, the exponential moving average that De et al. (2022, arXiv 2204.13650)
+  use in private training. The second number is the warm-up of their code (jax_privacy). It gives x_t at least
+  9 / (n + 9) of the weight, so that the first models are soon forgotten, however close to 1 the decay is.
+
+Training does not depend on the average: users always start from x_t. It costs no privacy, since it is
+computed from models that the server has anyway, and nothing is sent for it.
+
+What is averaged are the variables that training changes. Nothing else of a network changes from round to
+round: frozen layers and statistics of norms are those of a file, or fixed before the first round. So there is
+no rule for buffers. (torch's ``AveragedModel`` takes them from the last model, which would be the same.)
+
+Adapters of which both parts are trained are averaged as what they add to their layer, because the mean of the
+products ``B A`` is not the product of the means. Its rank may be higher than an adapter's. So where the
+average is in place, it is part of the layer's frozen weights, and B is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.models.lora import adapters_of
+
+WARM_UP = 9
+"""In an exponential moving average, a new model counts at least as much as 9 of the n before it."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class AveragingConfig:
+    """Which average of the server's models is scored and saved."""
+
+    average: Literal["none", "ema", "swa"] = "none"
+    """Score and save an average of the server's models: exponential (ema), plain (swa); none: no average."""
+    average_decay: Fraction = 0.99
+    """Weight of the average so far when a round's model is added to it (ema); less in early rounds."""
+    average_from_round: NonNegativeInt = 0
+    """First round whose model is averaged, 0 being the initial one; before it the model itself is scored."""
+
+    def weight_of_average(self, n: int) -> float:
+        """d_n, the weight of an average of n >= 1 models where the next one is added."""
+        if self.average == "swa":
+            return n / (n + 1)
+        return min(self.average_decay, n / (n + WARM_UP))
+
+
+class ModelAverage:
+    """The average of a module over rounds, in the type and on the device of its parameters.
+
+    Where the config asks for no average, and before its first round, it is empty and changes nothing.
+
+    Args:
+        config: which average.
+        module: has the server's weights whenever a method is called.
+    """
+
+    def __init__(self, config: AveragingConfig, module: nn.Module) -> None:
+        self.config, self._module = config, module
+        self._weights: dict[str, Tensor] = {}
+        layers = adapters_of(module) if config.average != "none" else {}
+        self._merged = {name: each for name, each in layers.items() if each.lora_a.weight.requires_grad}
+        """The adapters that are averaged as what they add to their layer."""
+
+    def __str__(self) -> str:
+        config = self.config
+        of = {"swa": "plain average", "ema": f"exponential moving average (decay {config.average_decay:g})"}
+        start = f" from round {config.average_from_round} on" if config.average_from_round else ""
+        return (
+            f"what is scored and saved{start} is the {of.get(config.average)} of the server's models over "
+            "rounds; training does not depend on it"
+        )
+
+    def _current(self) -> dict[str, Tensor]:
+        """What is averaged of the module as it is, by the names of parameters."""
+        parts = {f"{name}.lora_{part}.weight" for name in self._merged for part in "ab"}
+        trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad and n not in parts}
+        merged = {
+            f"{name}.base.weight": (each.base.weight.double() + each.added()).to(each.base.weight.dtype)
+            for name, each in self._merged.items()
+        }
+        return {**trained, **merged}
+
+    @torch.no_grad()
+    def add(self, step: int) -> None:
+        """Add the module, which has had ``step`` updates. Must be called after each round, once."""
+        n = step - self.config.average_from_round
+        if self.config.average == "none" or n < 0:
+            return
+        current = self._current()
+        if n == 0:
+            self._weights = {name: tensor.detach().clone() for name, tensor in current.items()}
+            return
+        kept = self.config.weight_of_average(n)
+        for name, tensor in current.items():
+            self._weights[name].mul_(kept).add_(tensor, alpha=1 - kept)
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Set the module to the average."""
+        for name, tensor in self._weights.items():
+            self._module.get_parameter(name).copy_(tensor)
+        if self._weights:
+            for each in self._merged.values():
+                each.lora_b.weight.zero_()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the module has the weights of the average; afterwards its own again, bit for bit."""
+        names = [*self._weights, *(f"{name}.lora_b.weight" for name in self._merged if self._weights)]
+        before = {name: self._module.get_parameter(name).detach().clone() for name in names}
+        self.put()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in before.items():
+                    self._module.get_parameter(name).copy_(tensor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The average, for a checkpoint."""
+        return dict(self._weights)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the average of a checkpoint, with the memory format of the parameters.
+
+        In another format, torch may round in another order.
+        """
+        self._weights = {
+            name: torch.empty_like(self._module.get_parameter(name), requires_grad=False).copy_(tensor)
+            for name, tensor in tensors.items()
+        }
