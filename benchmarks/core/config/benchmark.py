@@ -20,7 +20,7 @@ from benchmarks.core.config.effects import (
     reason_for,
     reasons,
 )
-from benchmarks.core.config.older_runs import YOUNGER
+from benchmarks.core.config.older_runs import CHANGED, YOUNGER
 from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.privacy_rules import PRIVACY
 from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingConfig
@@ -234,7 +234,7 @@ class Benchmark(Generic[C_co]):
         Raises:
             ValueError: for a key that no version had, or a wrong value.
         """
-        base = without(self.protocol, _unasked(tree))
+        base = merge(CHANGED, without(self.protocol, _unasked(tree)))
         for key in YOUNGER.keys() & dotted(base).keys():
             put(base, key, YOUNGER[key])  # which such a file leaves out, whatever the protocol has
         return self.resolved(build(self.kind, merge(base, without(tree, self.retired)), where))

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.attacks.attack import HONEST
 from pfl_ext.compression.compressor import PLAIN
+from pfl_ext.models.config import CALLED
 from pfl_ext.schedules import DecayConfig
 
 YOUNG_SCHEDULES = {
@@ -36,6 +37,7 @@ YOUNGER = {
     "model.lora_rank": 8,
     "model.lora_alpha": 8.0,
     "model.lora_trained": "both",
+    "model.lora_targets": CALLED,
     "model.trained_names": None,
     "model.channel_norm": "group",
     "model.feature_format": "float32",
@@ -72,6 +74,8 @@ YOUNGER = {
     **YOUNG_SCHEDULES,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
+CHANGED = {"model": {"lora_targets": CALLED}}
+"""Those of these keys whose default today is another value, as a tree."""
 YOUNG_SECTIONS = ("compression", "aggregation", "attack", "loss")
 """Sections that are younger than the first runs."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
