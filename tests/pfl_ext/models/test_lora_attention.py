@@ -223,7 +223,7 @@ def calls() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def test_attention_with_adapters_is_called_like_torchs_and_gives_what_the_merged_one_gives() -> None:
-    for (form, use), first in itertools.product(calls(), (True, False)):
+    for (form, use), first in zip(calls(), itertools.cycle([True, False])):
         net = nn.ModuleDict({"attention": adapted(**form, batch_first=first)})
         plain = merged(net)["attention"]
         assert isinstance(plain, nn.MultiheadAttention)
@@ -248,7 +248,7 @@ def test_attention_works_under_autocast_and_as_a_function_of_its_parameters() ->
         with torch.autocast("cpu", torch.bfloat16):
             half = net(*x, need_weights=weights)[0]
         assert half.dtype == torch.bfloat16
-        assert float((half.float() - whole).norm()) < 2**-5 * float(whole.norm())
+        assert float((half.detach().float() - whole).norm()) < 2**-5 * float(whole.norm())
     parameters = {name: torch.stack([p, 2 * p]).detach() for name, p in net.named_parameters()}
 
     def run(given: dict[str, Tensor]) -> Tensor:
