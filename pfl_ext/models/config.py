@@ -66,7 +66,7 @@ class ModelConfig:
     feature_format: FeatureFormat = "float32"
     """Type in which features of frozen layers are stored; float16: rounded to 11 bits, in half the space."""
     lora_rank: PositiveInt = 8
-    """Rank of LoRA's update of each linear layer and each convolution without groups."""
+    """Rank of LoRA's update of each layer that has one: linear, convolution, or projection of attention."""
     lora_alpha: PositiveFloat = 8.0
     """LoRA's update is multiplied by this and divided by the rank."""
     lora_trained: LoraTrained = "both"

@@ -294,35 +294,6 @@ def test_rank_and_alpha_belong_to_a_run_of_adapters_alone() -> None:
     assert FLAIR.read(tree, "config.yaml") == parse([*words]).config
 
 
-def test_an_older_run_goes_on_with_the_layers_that_it_had(train: Train, refused: Refused) -> None:
-    """The config.yaml of a run from before there was a choice of layers does not have it."""
-    called, words = "--model.lora_targets=called", (*LORA, "--federated.num_rounds=2")
-    with killed_at(1):
-        older = train(*words, called, code=130)
-    assert "lora_targets" not in (older / "config.yaml").read_text()
-    refused("(model.lora_targets: called -> all): choose another --run_dir; to continue this older run, add "
-            "--model.lora_targets called", *words)  # fmt: skip
-    refused("(model.lora_targets: called -> fc1): choose another", *words, "--model.lora_targets=fc1")
-    assert results(train(*words, called))["rounds"] == 2
-
-
-def test_the_layers_with_adapters_belong_to_a_run_of_adapters_alone() -> None:
-    trees = [
-        config_tree(parse([*words]).config)["model"]
-        for words in ((), LORA, (*LORA, "--model.lora_targets=called"), (*LORA, "--model.lora_targets=a, b"))
-    ]
-    assert [tree.get("lora_targets") for tree in trees] == [None, "all", None, "a,b"]
-    older = config_tree(parse([*LORA, "--model.lora_targets=called"]).config)
-    assert FLAIR.read(older, "config.yaml").model.lora_targets == "called"
-    assert FLAIR.read(config_tree(parse([]).config), "config.yaml") == parse([]).config
-
-
-def test_layers_with_adapters_may_be_a_list(tmp_path: Path) -> None:
-    path = tmp_path / "some.yaml"
-    path.write_text("model: {trained: lora, lora_targets: ['*.query', '*.value']}")
-    assert parse([f"--config={path}"]).config.model.lora_targets == "*.query,*.value"
-
-
 BLOCKS = (
     "--model.trained=last_blocks",
     "--model.last_blocks=2",

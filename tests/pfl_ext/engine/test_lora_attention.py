@@ -56,13 +56,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize(
     "case, clipping",
-    [
-        ("vit", "private"),
-        ("vit", "variable"),
-        ("b", "none"),
-        ("query and value", "none"),
-        ("swin", "private"),
-    ],
+    [("vit", "private"), ("b", "none"), ("query and value", "variable"), ("swin", "none")],
 )
 def test_a_cohorts_sum_is_that_of_pfls_loop(case: str, clipping: str) -> None:
     def setting() -> Setting:
