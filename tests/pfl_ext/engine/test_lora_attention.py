@@ -68,7 +68,7 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(case: str, clipping: str) -> None:
     trained = [f"backbone.{name}" for name, p in CASES[case]().named_parameters() if p.requires_grad]
     assert list(ours) == trained
     assert all(bool(t.any()) for name, t in ours.items() if "lora" in name)
-    assert distance(ours, theirs) <= rounding_of(setting()) < 1e-4
+    assert distance(ours, theirs) <= rounding_of(setting()) < 1e-3
 
 
 def test_a_cohort_in_half_precision_is_that_of_pfls_loop_up_to_its_rounding() -> None:
