@@ -16,6 +16,7 @@ from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secre
 from dataset.files import write_bytes, write_json, written
 from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import previous, read_json
+from pfl_ext.models.config import ALL_TARGETS, CALLED
 from pfl_ext.workers.distributed import from_main, is_main
 
 LENGTHS = ("federated.num_rounds", "centralised.num_epochs")
@@ -38,6 +39,9 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
             tree["model"].pop("weights_sha256", None)
     if "own_code" not in known:
         new.pop("own_code", None)
+    for tree in (old, new):
+        if tree["model"]["trained"] == "lora":  # the default is not what older runs did, so both are shown
+            tree["model"].setdefault("lora_targets", CALLED)
     return differences(old, new)
 
 
@@ -131,6 +135,8 @@ class RunDirectory:
             model, more = self.path / "model.safetensors", ""
             if len(changed) == 1 and changed[0].startswith(LENGTHS) and has_checkpoint(self.path):
                 more = f"; to train this run for longer, add --extend {self.path}"
+            elif changed == [f"model.lora_targets: {CALLED} -> {ALL_TARGETS}"]:
+                more = f"; to continue this older run, add --model.lora_targets {CALLED}"
             elif model.exists() and any(change.startswith(LENGTHS) for change in changed):
                 switch = "" if self.run.config.model.pretrained else self._switch()
                 more = (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
@@ -16,9 +16,17 @@ Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "n
 ON_FEATURES = ("head", "two_layers")
 """Values of ``trained`` for which the trained layers take one vector for each image."""
 LoraTrained = Literal["both", "b"]
+ALL_TARGETS, CALLED = "all", "called"
+"""Values of ``lora_targets`` that are no names: all layers; those that the network calls, as older runs."""
 Norm = Literal["auto", "group"]
 ChannelNorm = Literal["group", "data"]
 FeatureFormat = Literal["float32", "float16"]
+
+
+def _joined(names: Any) -> Any:
+    """A list of names, as YAML may have it, in one text."""
+    are_words = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    return ",".join(names) if are_words else names
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -58,11 +66,13 @@ class ModelConfig:
     feature_format: FeatureFormat = "float32"
     """Type in which features of frozen layers are stored; float16: rounded to 11 bits, in half the space."""
     lora_rank: PositiveInt = 8
-    """Rank of LoRA's update of each linear layer and each convolution without groups."""
+    """Rank of LoRA's update of each layer that has one: linear, convolution, or projection of attention."""
     lora_alpha: PositiveFloat = 8.0
     """LoRA's update is multiplied by this and divided by the rank."""
     lora_trained: LoraTrained = "both"
     """What is trained of LoRA's adapters: A and B, or only B, with A as drawn from the seed (FFA-LoRA)."""
+    lora_targets: Annotated[str, BeforeValidator(_joined)] = ALL_TARGETS
+    """Layers with LoRA: all; their names, by commas, with * for any characters; called: without attention."""
     cells: Annotated[int, Field(ge=3)] = 8
     """Number of cells of a DARTS network, at least 3; two of them halve the image."""
     cell_channels: Annotated[int, Field(ge=2)] = 16
@@ -89,14 +99,15 @@ class ModelConfig:
                 f"model.random_features is {self.random_features} and model.bottleneck is "
                 f"{self.bottleneck}, but only one layer can be before the last: set one of them to none"
             )
-        if self.trained_names is not None:
-            names = [name.strip() for name in self.trained_names.split(",")]
+        for key in ("trained_names", "lora_targets"):
+            if (given := getattr(self, key)) is None:
+                continue
+            names = [name.strip() for name in given.split(",")]
             if not all(names):
                 raise ValueError(
-                    f"model.trained_names is {self.trained_names!r}, with an empty name: separate names of "
-                    "layers by single commas"
+                    f"model.{key} is {given!r}, with an empty name: separate names of layers by single commas"
                 )
-            object.__setattr__(self, "trained_names", ",".join(dict.fromkeys(names)))
+            object.__setattr__(self, key, ",".join(dict.fromkeys(names)))
         if self.trained == "names" and self.trained_names is None:
             raise ValueError(
                 "model.trained is names, but model.trained_names is none: set it to names of layers, "

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.lora import add_adapters
+from pfl_ext.models.lora_targets import selects
 from pfl_ext.models.probing import before_each
 
 LAYERS = (nn.Linear, nn.Conv2d)
@@ -108,7 +108,7 @@ def named(backbone: nn.Module, names: str) -> list[str]:
     """
     known, chosen = [name for name, _ in backbone.named_parameters()], set[str]()
     for pattern in names.split(","):
-        found = [n for n in known if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
+        found = [name for name in known if selects(pattern, name)]
         if not found:
             modules = [name for name, layer in backbone.named_modules() if name and [*layer.parameters()]]
             near = difflib.get_close_matches(pattern, [*modules, *known], 3, 0.5) or known[:3]

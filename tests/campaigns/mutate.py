@@ -78,8 +78,8 @@ _MODULES = {
     "training trim",
     "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow twin",
     "pfl_ext/models": "classifier darts decoders detection drawing encoders features genotype lora "
-    "parties parts prefix pretrained random_features scatternet segmentation small standardised "
-    "trained weights",
+    "lora_layers lora_targets parties parts prefix pretrained random_features scatternet segmentation "
+    "small standardised trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
     "pfl_ext/tasks": "detection detection_scores multi_label multi_label_scores ranking segmentation "
     "single_label task",

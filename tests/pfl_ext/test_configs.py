@@ -114,6 +114,7 @@ MODEL = {
     "lora_rank": 8,
     "lora_alpha": 8.0,
     "lora_trained": "both",
+    "lora_targets": "all",
     "trained_names": None,
     "init": "torchvision",
     "normalisation": "imagenet",

@@ -20,13 +20,14 @@ from benchmarks.core.config.effects import (
     reason_for,
     reasons,
 )
-from benchmarks.core.config.older_runs import YOUNGER
+from benchmarks.core.config.older_runs import CHANGED, YOUNGER, calls_all
 from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.privacy_rules import PRIVACY
 from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
 from benchmarks.core.own_code import with_own_code
 from benchmarks.core.weights import with_traces, with_weights
+from pfl_ext.models.config import ALL_TARGETS, CALLED
 
 PATHS = ("data_path", "run_dir", "weights", "extend")
 """The options of a run that are paths."""
@@ -64,6 +65,9 @@ def _derived(config: TrainingConfig) -> Tree:
     """Fields whose values follow from others, by their dotted keys."""
     federated = config.federated
     out: Tree = {}
+    network = config.model
+    if network.trained == "lora" and network.lora_targets == ALL_TARGETS and calls_all(network.arch):
+        out["model.lora_targets"] = CALLED  # the same for this network, and what older runs did
     if config.mode != "federated":
         return out
     resolved = federated.chosen.resolved(federated.chosen_options)
@@ -234,7 +238,7 @@ class Benchmark(Generic[C_co]):
         Raises:
             ValueError: for a key that no version had, or a wrong value.
         """
-        base = without(self.protocol, _unasked(tree))
+        base = merge(CHANGED, without(self.protocol, _unasked(tree)))
         for key in YOUNGER.keys() & dotted(base).keys():
             put(base, key, YOUNGER[key])  # which such a file leaves out, whatever the protocol has
         return self.resolved(build(self.kind, merge(base, without(tree, self.retired)), where))

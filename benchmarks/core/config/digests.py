@@ -24,6 +24,8 @@ def config_tree(config: TrainingConfig) -> Tree:
     tree: Tree = json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
     if not config.model.pretrained:
         del tree["model"]["weights_sha256"]
+    if config.model.trained != "lora":
+        del tree["model"]["lora_targets"]
     for section in ("federated", "server"):
         if tree[section]["options"] is None:
             del tree[section]["options"]

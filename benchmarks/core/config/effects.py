@@ -38,7 +38,7 @@ OF_ENGINE = "lanes fuse tune cpu_kernels check_engine"
 """The keys of ``runtime`` that only the engine reads."""
 OF_TRAINED = {
     "last_blocks": "model.last_blocks",
-    "lora": "model.lora_rank model.lora_alpha model.lora_trained",
+    "lora": "model.lora_rank model.lora_alpha model.lora_trained model.lora_targets",
     "names": "model.trained_names",
 }
 """The keys that only this value of ``model.trained`` reads."""

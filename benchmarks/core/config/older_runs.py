@@ -9,6 +9,8 @@ from pydantic import BeforeValidator
 from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.attacks.attack import HONEST
 from pfl_ext.compression.compressor import PLAIN
+from pfl_ext.models.config import CALLED
+from pfl_ext.models.small import NETWORKS
 from pfl_ext.schedules import DecayConfig
 
 YOUNG_SCHEDULES = {
@@ -36,6 +38,7 @@ YOUNGER = {
     "model.lora_rank": 8,
     "model.lora_alpha": 8.0,
     "model.lora_trained": "both",
+    "model.lora_targets": CALLED,
     "model.trained_names": None,
     "model.channel_norm": "group",
     "model.feature_format": "float32",
@@ -75,10 +78,28 @@ YOUNGER = {
     **YOUNG_SCHEDULES,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
+CHANGED = {"model": {"lora_targets": CALLED}}
+"""Those of these keys whose default today is another value, as a tree."""
+_CALLING = """
+cifar_cnn darts darts_search efficientnet_lite0 fedavg_cnn fedrep_cnn lenet moon_cnn scatternet simple_cnn
+ssdlite_efficientnet_lite0 ssdlite_mobilenet_v3_large vgg9
+""".split()  # noqa: SIM905
+_ENCODERS = ("efficientnet_lite0", "mobilenet_v2", "resnet18", "resnet34", "resnet50", "resnet101")
+_CALLING += [
+    f"{kind}_{name}" for kind in ("deeplabv3plus", "fasterrcnn", "fcos", "unet") for name in _ENCODERS
+]
+"""This project's networks when ``model.lora_targets`` was new: they call each layer that can have LoRA."""
 YOUNG_SECTIONS = ("compression", "aggregation", "attack", "loss")
 """Sections that are younger than the first runs."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
 """The old name of a value, which the config.yaml of runs still has, and today's, by key."""
+
+
+def calls_all(arch: str) -> bool:
+    """Whether a network is known to call each layer that can have an adapter: `CALLED` is all of them."""
+    if arch in NETWORKS.names():
+        return arch in _CALLING
+    return not arch.startswith(("vit_", "swin_"))
 
 
 def by_today(key: str) -> BeforeValidator:

@@ -73,8 +73,11 @@ TABLE: Mapping[str, Rule] = {
     **each(OF_THE_DATA, "data", "image_size"),
     **each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck init cells cell_channels parties"),
     **each(OF_THE_NETWORK, "model", "norm trained last_blocks lora_rank lora_alpha lora_trained"),
-    "model.trained_names": Rule(
-        "names parameters before training, and looks at no training image; what is not named is in no update"
+    **each(
+        "names parameters or layers before training, and looks at no training image; what is not named is in "
+        "no update",
+        "model",
+        "trained_names lora_targets",
     ),
     **each(
         "drawn from the seed before training, and looks at no training image",

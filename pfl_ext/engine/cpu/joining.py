@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from pfl_ext.models.lora import LowRank
+from pfl_ext.models.lora_layers import LowRank
 from pfl_ext.models.prefix import Holding
 
 SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}

@@ -257,6 +257,13 @@ def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
         ),
         (("--model.trained=bias", "--model.lora_trained=b"), "has no effect where model.trained is bias"),
         (("--model.trained=names", "--model.trained_names=fc4"), "choose other names, like fc"),
+        (("--model.lora_targets=fc1",), "--model.lora_targets has no effect where model.trained is all: "),
+        ((*LORA, "--model.lora_targets=fc1,,fc2"), "model.lora_targets is 'fc1,,fc2', with an empty name"),
+        (
+            (*LORA, "--model.lora_targets=fc*,*.query"),
+            "model.lora_targets has *.query, but no layer of lenet that can have an adapter has this name: "
+            "set it to all, or to names (* stands for any characters) like conv1, fc1",
+        ),
         (
             ("--model.trained=names", "--model.trained_names=fc2", "--local.head_rate_factor=3"),
             "local.head_rate_factor is 3, but the last layer is not trained: set local.head_rate_factor to",

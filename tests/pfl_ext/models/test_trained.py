@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.lora import LowRank, adapter_tensors, adapters_in_words, adapters_of, load_merged, merged
+from pfl_ext.models.lora import adapter_tensors, adapters_in_words, adapters_of, load_merged, merged
+from pfl_ext.models.lora_layers import LowRank
 from pfl_ext.models.trained import blocks_of, choose_trained, head_of
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.closeness import assert_close_as_vector
@@ -254,7 +255,7 @@ def test_a_line_says_which_weights_have_no_adapter() -> None:
         adapters_in_words(build("lenet", trained="lora"))
         == "LoRA of rank 8 on 4 layers, which are all but the last"
     )
-    plain, net = pair("transformer", lora_rank=2)
+    plain, net = pair("transformer", lora_rank=2, lora_targets="called")
     whole = sum(p.numel() for p in plain.parameters())
     bare = sum(
         p.numel() for n, p in plain.named_parameters() if "in_proj_weight" in n or "out_proj.weight" in n
