@@ -37,7 +37,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from pfl_ext.configs import STRICT, Fraction
-from pfl_ext.models.lora import adapters_of
+from pfl_ext.models.lora import adapted
+from pfl_ext.models.lora_layers import Adapter
 
 WARM_UP = 9
 """In an exponential moving average, a new model counts at least as much as 9 of the n before it."""
@@ -74,9 +75,6 @@ class ModelAverage:
     def __init__(self, config: AveragingConfig, module: nn.Module) -> None:
         self.config, self._module = config, module
         self._weights: dict[str, Tensor] = {}
-        layers = adapters_of(module) if config.average != "none" else {}
-        self._merged = {name: each for name, each in layers.items() if each.lora_a.weight.requires_grad}
-        """The adapters that are averaged as what they add to their layer."""
 
     def __str__(self) -> str:
         config = self.config
@@ -87,15 +85,26 @@ class ModelAverage:
             "rounds; training does not depend on it"
         )
 
-    def _current(self) -> dict[str, Tensor]:
-        """What is averaged of the module as it is, by the names of parameters."""
-        parts = {f"{name}.lora_{part}.weight" for name in self._merged for part in "ab"}
-        trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad and n not in parts}
-        merged = {
-            f"{name}.base.weight": (each.base.weight.double() + each.added()).to(each.base.weight.dtype)
-            for name, each in self._merged.items()
+    def _merged(self) -> dict[str, tuple[Tensor, Adapter]]:
+        """The adapters that are averaged as what they add to their layer, with its frozen weights."""
+        return {
+            f"{name}.base.weight": (weight, adapter)
+            for name, weight, adapter in adapted(self._module)
+            if adapter.lora_a.weight.requires_grad
         }
-        return {**trained, **merged}
+
+    def _places(self) -> dict[str, Tensor]:
+        """What the average replaces of the module, under the average's own names."""
+        merged = self._merged()
+        parts = {id(part.weight) for _, each in merged.values() for part in (each.lora_a, each.lora_b)}
+        trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad and id(p) not in parts}
+        return {**trained, **{name: weight for name, (weight, _) in merged.items()}}
+
+    def _current(self) -> dict[str, Tensor]:
+        """What is averaged of the module as it is."""
+        merged = self._merged().items()
+        sums = {name: (weight.double() + each.added()).to(weight.dtype) for name, (weight, each) in merged}
+        return {**self._places(), **sums}
 
     @torch.no_grad()
     def add(self, step: int) -> None:
@@ -114,24 +123,24 @@ class ModelAverage:
     @torch.no_grad()
     def put(self) -> None:
         """Set the module to the average."""
-        for name, tensor in self._weights.items():
-            self._module.get_parameter(name).copy_(tensor)
         if self._weights:
-            for each in self._merged.values():
+            for name, place in self._places().items():
+                place.copy_(self._weights[name])
+            for _, each in self._merged().values():
                 each.lora_b.weight.zero_()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the module has the weights of the average; afterwards its own again, bit for bit."""
-        names = [*self._weights, *(f"{name}.lora_b.weight" for name in self._merged if self._weights)]
-        before = {name: self._module.get_parameter(name).detach().clone() for name in names}
+        places = [*self._places().values(), *(each.lora_b.weight for _, each in self._merged().values())]
+        before = [place.detach().clone() for place in places] if self._weights else []
         self.put()
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, tensor in before.items():
-                    self._module.get_parameter(name).copy_(tensor)
+                for place, tensor in zip(places, before):
+                    place.copy_(tensor)
 
     def tensors(self) -> dict[str, Tensor]:
         """The average, for a checkpoint."""
@@ -142,7 +151,8 @@ class ModelAverage:
 
         In another format, torch may round in another order.
         """
+        places = self._places()
         self._weights = {
-            name: torch.empty_like(self._module.get_parameter(name), requires_grad=False).copy_(tensor)
+            name: torch.empty_like(places[name], requires_grad=False).copy_(tensor)
             for name, tensor in tensors.items()
         }

@@ -71,13 +71,14 @@ def adapters_of(module: nn.Module) -> dict[str, Adapter]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapter)}
 
 
-def _adapted(module: nn.Module) -> Iterator[tuple[Tensor, Adapter]]:
-    """The frozen weights of every layer with an adapter, and the adapter."""
-    for layer in module.modules():
+def adapted(module: nn.Module) -> Iterator[tuple[str, Tensor, Adapter]]:
+    """The name of every layer with an adapter, its frozen weights, which are no copy, and the adapter."""
+    for name, layer in module.named_modules():
         if isinstance(layer, LowRank):
-            yield layer.base.weight, layer
+            yield name, layer.base.weight, layer
         elif isinstance(layer, LowRankAttention):
-            yield from ((layer.weight_of(part), adapter) for part, adapter in layer.parts().items())
+            for part, adapter in layer.parts().items():
+                yield f"{name}.{part}", layer.weight_of(part), adapter
 
 
 def _bare(module: nn.Module) -> dict[str, int]:
@@ -130,7 +131,7 @@ def merged(module: SomeModule) -> SomeModule:
     if not adapters_of(module):
         return module
     plain = copy.deepcopy(module)
-    for weight, adapter in _adapted(plain):
+    for _, weight, adapter in adapted(plain):
         weight.copy_(weight.double() + adapter.added())
     for name, layer in list(plain.named_modules()):
         if isinstance(layer, LowRank):
@@ -152,5 +153,5 @@ def load_merged(module: nn.Module, tensors: Mapping[str, Tensor], adapters: Mapp
     found = [name for name, layer in module.named_modules() if isinstance(layer, LowRank)]
     names = {f"{name}.{part}": f"{name}.base.{part}" for name in found for part in ("weight", "bias")}
     module.load_state_dict({**{names.get(name, name): t for name, t in tensors.items()}, **adapters})
-    for weight, adapter in _adapted(module):
+    for _, weight, adapter in adapted(module):
         weight.copy_(weight.double() - adapter.added())

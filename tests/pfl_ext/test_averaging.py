@@ -14,6 +14,7 @@ from pfl_ext.models.classifier import build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.lora import adapters_of, merged
 from tests.closeness import assert_close_as_vector
+from tests.pfl_ext.models.test_lora_attention import pair
 
 
 def weights_of_models(config: AveragingConfig, count: int) -> Sequence[float]:
@@ -88,10 +89,13 @@ def test_one_that_was_stored_goes_on_bit_for_bit_in_any_memory_format() -> None:
 
 
 @pytest.mark.parametrize("kind", ["both", "b"])
-def test_adapters_are_averaged_as_what_they_add_to_their_layer(kind: str) -> None:
+@pytest.mark.parametrize("attention", [False, True], ids=["lenet", "vit"])
+def test_adapters_are_averaged_as_what_they_add_to_their_layer(attention: bool, kind: str) -> None:
     """The mean of the products differs from the product of the means, unless A is the same in all models."""
     config = ModelConfig("lenet", input_size=18, trained="lora", lora_rank=2, lora_trained=kind)  # type: ignore[arg-type]
     module = build_backbone(config, 3, torch.Generator().manual_seed(0))
+    if attention:
+        module = pair("vit", lora_trained=kind)[1].float()
     average, each, steps = ModelAverage(AveragingConfig("swa"), module), list[dict[str, Tensor]](), 4
     for step in range(steps):
         moved(module, step)
