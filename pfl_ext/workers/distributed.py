@@ -221,7 +221,7 @@ def from_main(value: Any) -> Any:
 
 
 def from_any(number: int | None) -> int | None:
-    """A ``number`` above 0 that any worker has (the largest), on every worker; None if none of them has one."""
+    """A ``number`` above 0 that any worker has, the largest, on every worker; None if none has one."""
     workers = current()
     return number if workers is None else workers.largest(number or 0) or None
 
