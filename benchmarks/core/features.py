@@ -227,7 +227,9 @@ def reason_against(config: TrainingConfig) -> str | None:
     if config.augment.views is not None:
         return None
     if config.augment.flip != "none":
-        views = ", and with augment.views for a few" if config.model.trained in ON_FEATURES else ""
+        unread = config.model.trained not in ON_FEATURES
+        unread |= "augment.views" in config.federated.chosen.idle.split()
+        views = "" if unread else ", and with augment.views for a few"
         return f"augment.flip is {config.augment.flip}; with none they are computed once{views}"
     if draws_crops(config):
         return (
