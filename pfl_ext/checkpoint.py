@@ -90,7 +90,8 @@ def save(
             load(temporary)
             if keep_previous and path.exists():
                 _keep(path)
-        sync(path.parent)
+        with written(path):
+            sync(path.parent)
     except (SafetensorError, ValueError) as fault:  # safetensors' own I/O error, or what `load` says
         raise OSError(f"{path} cannot be written: {fault}") from fault
 

@@ -134,13 +134,14 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         return _maps(experiment, images)
     if run.config.model.trained not in (*ON_FEATURES, "names") or not run.runtime.cache_features:
         return images
-    why, stores = reason_against(run.config), _labelled(experiment)
+    split, why, stores = None, reason_against(run.config), _labelled(experiment)
     module.to(get_default_device())
-    try:
-        split = None if why else Split(module)
-    except ValueError as fault:
-        split, why = None, str(fault)
-    if split is None or stores is None:
+    if not run.config.model.dropout:  # with which two passes differ
+        try:
+            split = Split(module)
+        except ValueError as fault:
+            why = str(fault)  # rather than a remedy that would not help
+    if split is None or why or stores is None:
         if needed is not None:
             raise ValueError(f"{needed[0]}, but features are not computed only once: {why or NO_FILE}")
         if is_main() and why:
@@ -226,8 +227,10 @@ def reason_against(config: TrainingConfig) -> str | None:
     if config.augment.views is not None:
         return None
     if config.augment.flip != "none":
-        flip = config.augment.flip
-        return f"augment.flip is {flip}; with none they are computed once, and with augment.views for a few"
+        unread = config.model.trained not in ON_FEATURES
+        unread |= "augment.views" in config.federated.chosen.idle.split()
+        views = "" if unread else ", and with augment.views for a few"
+        return f"augment.flip is {config.augment.flip}; with none they are computed once{views}"
     if draws_crops(config):
         return (
             "crops are drawn; with augment.crop=crop and model.input_size equal to data.image_size "

@@ -34,7 +34,7 @@ from pfl_ext.averaging import ModelAverage
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.tasks.task import Task
-from pfl_ext.workers.distributed import barrier, from_main, is_main, tensors_from_main
+from pfl_ext.workers.distributed import barrier, from_any, from_main, is_main, tensors_from_main
 
 BEST, AVERAGE = "best/", "average/"
 """What the names of the best model's tensors begin with, and those of the average over rounds."""
@@ -249,7 +249,7 @@ class Recorder:
             self.progress.close()
             raise Diverged(f"{self.unit} {step} ended with numbers that are not finite", self._remedy())
         self.progress.step_done(step + 1, seconds, scored)
-        asked = from_main(self.held.number)  # all stop, or none; a later signal is for the next step
+        asked = from_any(self.held.number)  # all stop, or none; a later signal is for the next step
         if is_main() and (asked is not None or self.checkpoints.due(step + 1)):
             self.save(step + 1, state)
         if asked is not None:

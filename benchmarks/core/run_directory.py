@@ -13,7 +13,7 @@ from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import config_tree, digest, short_digest, tree_digest
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
-from dataset.files import write_bytes, write_json, written
+from dataset.files import sync, write_bytes, write_json, written
 from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import previous, read_json
 from pfl_ext.models.config import ALL_TARGETS, CALLED
@@ -180,8 +180,10 @@ class RunDirectory:
         results = from_main(read_json(path) if is_main() and path.exists() else None)
         if results is None or results.get("config_sha256") != self.config_sha256:
             return None
-        if is_main():
-            secret_path(self.path).unlink(missing_ok=True)
+        secret = secret_path(self.path)
+        if is_main() and secret.exists():  # a folder that cannot be written refuses to remove nothing, too
+            with written(secret):
+                secret.unlink(missing_ok=True)
         return dict(results)
 
     def secret(self) -> Secret | None:
@@ -214,8 +216,8 @@ class RunDirectory:
     def flushed(self) -> Tree:
         """What a checkpoint notes of the lines so far, which are on the disk before it counts on them."""
         if self._metrics.exists():
-            with self._metrics.open("rb") as file:
-                os.fsync(file.fileno())
+            with written(self._metrics):
+                sync(self._metrics)
         lines = self._lines()
         return {"metrics_bytes": len(lines), "metrics_sha256": hashlib.sha256(lines).hexdigest()}
 

@@ -133,6 +133,12 @@ class Workers(DistributedContext):
             data = torch.frombuffer(bytearray(content or bytes(int(size))), dtype=torch.uint8)
             return bytes(self._transport.broadcast(data).numpy()) if len(data) else b""
 
+    def largest(self, value: int) -> int:
+        """The largest of all workers' values, on every worker."""
+        mine = torch.tensor([value]).view(torch.uint8)
+        with self._together():
+            return int(self._transport.gather(mine).view(torch.int64).max())
+
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
         """A context for operations that need all workers."""
@@ -212,6 +218,12 @@ def from_main(value: Any) -> Any:
     if workers is None:
         return value
     return json.loads(workers.broadcast(json.dumps(value).encode() if is_main() else None))
+
+
+def from_any(number: int | None) -> int | None:
+    """A ``number`` above 0 that any worker has, the largest, on every worker; None if none has one."""
+    workers = current()
+    return number if workers is None else workers.largest(number or 0) or None
 
 
 def tensors_from_main(tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

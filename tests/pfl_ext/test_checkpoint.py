@@ -223,3 +223,19 @@ def test_a_read_only_file_system_is_one_clause_with_the_path(
     found = f"^{tmp_path} cannot be written: Read-only file system$"
     with pytest.raises(OSError, match=found), checkpoint.sole_owner(tmp_path):
         pass
+
+
+def test_a_folder_that_cannot_be_flushed_is_named_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network's disk, which says only then that it is full."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=r"last\.safetensors cannot be written: No space left on device"):
+        checkpoint.save(tmp_path / "last.safetensors", {}, {})

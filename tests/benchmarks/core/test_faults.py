@@ -311,6 +311,16 @@ def signalled(number: int, in_round: int, times: int) -> Callable[..., Any]:
     return call
 
 
+def test_a_signal_to_another_worker_alone_stops_this_one_too(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where only the machine of some workers is taken away."""
+    monkeypatch.setattr("benchmarks.core.recorder.from_any", lambda mine: mine or signal.SIGTERM)
+    directory = train("--runtime.checkpoint_every=100", code=75)
+    assert "stopped by SIGTERM, 1 of 3 rounds are done and" in capsys.readouterr().err
+    assert checkpoint.load(directory / "checkpoint" / "last.safetensors")[1]["step"] == 1
+
+
 def test_a_second_signal_abandons_the_round(
     whole: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.core.config.digests import config_tree, digest
+from benchmarks.core.features import reason_against
 from benchmarks.flair.config import FLAIR, parse
 from dataset.files import locked
 from pfl_ext.models.features import Split
@@ -146,6 +147,19 @@ def test_where_features_change_it_is_said_and_nothing_is_kept(
         capsys.readouterr().out.split()
     )
     assert not folders(own_file)
+
+
+@pytest.mark.parametrize("more, read", [((), True), (("--federated.algorithm=fedncm",), False)])
+def test_views_are_a_remedy_only_where_they_are_read(more: tuple[str, ...], read: bool) -> None:
+    words = (
+        "--config=fl-f-17",
+        "--model.trained=head",
+        "--augment.flip=horizontal",
+        "--evaluation.best_by=last",
+    )
+    why = reason_against(parse([*words, *more]).config)
+    assert why is not None
+    assert ("augment.views" in why) == read
 
 
 def test_a_second_process_waits_for_the_first(

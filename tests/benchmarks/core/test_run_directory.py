@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import yaml
 
 from benchmarks.core.config.digests import config_tree
 from benchmarks.core.mini import CLASSES_FILE
-from benchmarks.core.run_directory import directory_of
+from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair, main
 from benchmarks.visual_classification.train import VisualClassification
@@ -164,3 +166,15 @@ def test_what_is_said_of_a_resnet_from_scratch_can_be_typed(
     begun = results(tmp_path / "more")
     assert begun["weights"]["sha256"] == results(first)["model_sha256"]
     assert begun["start_probe"] == results(first)["model_probe"]
+
+
+def test_metrics_that_cannot_be_flushed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RunDirectory(parse(["--config=fl-r-17"]), tmp_path)
+    files.append({"round": 0})
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written: No space left on device"):
+        files.flushed()

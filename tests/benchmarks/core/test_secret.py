@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -194,11 +195,19 @@ def test_what_was_spent_is_not_taken_back_by_a_kill(tmp_path: Path) -> None:
     assert (statement["rounds_done"], statement["epsilon_spent_counts_rounds"]) == (9, 10)
 
 
-def test_a_secret_that_a_kill_left_beside_results_is_deleted(killed: Path, train: Train) -> None:
+def test_a_secret_that_a_kill_left_beside_results_is_deleted(
+    killed: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(*SHORT)
     secret_path(killed).write_text("{}")
     train(*SHORT)
     assert not secret_path(killed).exists()
+
+    def unlink(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")  # which it is even if there is no such file
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    train(*SHORT)
 
 
 def test_a_copied_secret_meets_no_other_data_and_no_other_config(tmp_path: Path) -> None:

@@ -157,6 +157,11 @@ def test_the_last_layer_by_its_name_is_the_head_and_keeps_features(
     assert "computed in every round" not in capsys.readouterr().out
     assert all(t.equal(saved(head)[name]) for name, t in saved(found).items())
     with killed_at(1):
+        flipped = (*KEPT, "--augment.flip=horizontal", names[0])
+        train(*flipped, f"{names[1]}=fc3", name="flipped", code=130)
+        assert "with none they are computed once\n" in capsys.readouterr().out
+        train(*flipped, f"{names[1]}=conv1", name="first", code=130)
+        assert "computed in every round: the layer conv1 takes more than a" in capsys.readouterr().out
         train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed", code=130)
     assert "computed in every round: its trained layers are not one" in capsys.readouterr().out
     again = train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed")

@@ -16,6 +16,7 @@ from pfl_ext.workers.distributed import (
     begin_work,
     connected,
     current,
+    from_any,
     from_main,
     is_main,
     tensors_from_main,
@@ -50,6 +51,13 @@ def compressed_sums(rank: int, size: int) -> None:
     assert ((large - sum(everyone)).abs() <= rounding).all()
     assert not torch.equal(large, sum(everyone))  # type: ignore[arg-type]
     assert torch.equal(tensors_from_main({"large": large})["large"], large)
+
+
+def numbers_from_any(rank: int, size: int) -> None:
+    """A signal that only one worker gets reaches all of them."""
+    assert from_any(None) is None
+    assert from_any(15 if rank == size - 1 else None) == 15
+    assert from_any(rank + 1) == size
 
 
 def words_from_main(rank: int) -> None:
@@ -97,6 +105,7 @@ def main(expected: int) -> None:
         assert (size, is_main(), device) == (expected, rank == 0, "cpu")
         sums(rank, size)
         compressed_sums(rank, size)
+        numbers_from_any(rank, size)
         words_from_main(rank)
         agreement(rank, size)
         if is_main():

@@ -24,6 +24,7 @@ from pfl_ext.workers import watchdog as watchdog_module
 from pfl_ext.workers.distributed import (
     connected,
     current,
+    from_any,
     from_main,
     is_main,
     tensors_from_main,
@@ -116,6 +117,7 @@ def test_a_process_without_a_launcher_is_the_main_one(monkeypatch: pytest.Monkey
     with connected("auto") as device:
         assert (device, current(), is_main(), worker_seconds()) == ("auto", None, True, [])
         assert from_main({"a": 1}) == {"a": 1}
+        assert (from_any(15), from_any(None)) == (15, None)
         assert torch.equal(tensors_from_main({"t": torch.arange(3)})["t"], torch.arange(3))
 
 
