@@ -53,6 +53,7 @@ from pfl_ext.engine.card import ieee_float32
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.dropout import LeftOut
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, adapters_in_words, merged
+from pfl_ext.models.trained import untrained_head
 from pfl_ext.tasks import score_kinds
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import connected, current, from_main, is_main
@@ -274,6 +275,8 @@ def _train(
             )
         if adapters := adapters_in_words(module):
             print(adapters)
+        if config.model.trained == "names" and (head := untrained_head(module.get_submodule("backbone"))):
+            print(f"{head} makes the outputs, but none of its weights is trained: it stays as it is at the start")
         if config.mode == "federated" and (warning := experiment.warning()):
             print(warning, file=sys.stderr)
         before = None if run.origin is None else read_yaml(run.origin).get("own_code")

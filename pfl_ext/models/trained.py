@@ -95,6 +95,12 @@ def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Ge
     backbone.get_submodule(head).requires_grad_(True)
 
 
+def untrained_head(backbone: nn.Module) -> str | None:
+    """Name of `new_part` where none of its weights is trained; None where one is."""
+    head = new_part(backbone)
+    return None if any(p.requires_grad for p in backbone.get_submodule(head).parameters()) else head
+
+
 def named(backbone: nn.Module, names: str) -> list[str]:
     """The parameters that ``model.trained_names`` selects, in the network's order.
 

@@ -161,9 +161,13 @@ def test_the_last_layer_by_its_name_is_the_head_and_keeps_features(
         train(*flipped, f"{names[1]}=fc3", name="flipped", code=130)
         assert "with none they are computed once\n" in capsys.readouterr().out
         train(*flipped, f"{names[1]}=conv1", name="first", code=130)
-        assert "computed in every round: the layer conv1 takes more than a" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "computed in every round: the layer conv1 takes more than a" in said
+        assert "fc3 makes the outputs, but none of its weights is trained" in said
         train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed", code=130)
-    assert "computed in every round: its trained layers are not one" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "computed in every round: its trained layers are not one" in said
+    assert "makes the outputs" not in said
     again = train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", name="killed")
     whole = train(*KEPT, names[0], f"{names[1]}=fc2,fc3.bias", "--runtime.cache_features=false", name="whole")
     assert all(t.equal(saved(whole)[name]) for name, t in saved(again).items())
