@@ -51,7 +51,7 @@ from dataset.store.validate import check_columns
 from pfl_ext import checkpoint
 from pfl_ext.engine.card import ieee_float32
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
-from pfl_ext.models.dropout import LeftOut
+from pfl_ext.models.dropout import count_left_out
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, adapters_in_words, merged
 from pfl_ext.models.trained import untrained_head
 from pfl_ext.tasks import score_kinds
@@ -268,7 +268,7 @@ def _train(
             f"{experiment.description()}) on {data_path}, device {get_default_device()}, into {files.path}",
             flush=True,
         )
-        if left_out := sum(isinstance(layer, LeftOut) for layer in module.modules()):
+        if left_out := count_left_out(module):
             print(
                 f"dropout of {config.model.arch} is removed (layers: {left_out}); --model.dropout true "
                 "keeps it"
@@ -276,7 +276,9 @@ def _train(
         if adapters := adapters_in_words(module):
             print(adapters)
         if config.model.trained == "names" and (head := untrained_head(module.get_submodule("backbone"))):
-            print(f"{head} makes the outputs, but none of its weights is trained: it stays as it is at the start")
+            print(
+                f"{head} makes the outputs, but none of its weights is trained: it stays as it is at the start"
+            )
         if config.mode == "federated" and (warning := experiment.warning()):
             print(warning, file=sys.stderr)
         before = None if run.origin is None else read_yaml(run.origin).get("own_code")

@@ -15,51 +15,58 @@ from pfl_ext.models.trained import LAYERS, head_of, new_part
 
 
 @torch.no_grad()
-def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int) -> None:
-    """Refuse a network that cannot take images of this size, or has more or fewer outputs than labels.
+def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int) -> list[str]:
+    """Refuse a network that cannot take such images, has other outputs than labels, or draws numbers itself.
 
     Args:
-        backbone: takes images ``[1, 3, S, S]``.
+        backbone: takes images ``[1, 3, S, S]``; in training mode.
         arch: its name, for the error.
         input_size: S.
         num_labels: K.
 
+    Returns:
+        The names of its linear layers and convolutions, in the order in which they ran.
+
     Raises:
-        ValueError: one line that names the network and both numbers.
+        ValueError: one line that names the network and what is wrong.
     """
+    ran, state = list[str](), torch.get_rng_state()
+    layers = [(name, layer) for name, layer in backbone.named_modules() if isinstance(layer, LAYERS)]
     try:
-        outputs = backbone(torch.zeros(1, 3, input_size, input_size))
+        with before_each(layers, lambda name, *_: ran.append(name)):
+            outputs = backbone(torch.zeros(1, 3, input_size, input_size))
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise wrong_side(arch, input_size, fault) from fault
+    if not state.equal(torch.get_rng_state()):
+        raise ValueError(
+            f"model.arch is {arch}, which draws random numbers from torch's generator, so a resumed run "
+            "would differ: use nn.Dropout or torchvision's StochasticDepth there, with model.dropout true"
+        )
     if outputs_of(arch) == "boxes" or not isinstance(outputs, Tensor) or outputs.ndim < 2:
-        return
+        return ran
     if outputs.shape[1] != num_labels:
         raise ValueError(
             f"model.arch is {arch}, which has {outputs.shape[1]:,} outputs, but there are {num_labels:,} "
             "classes: give its last layer as many outputs, or choose another network"
         )
+    return ran
 
 
-@torch.no_grad()
-def check_last_layer(backbone: nn.Module, config: ModelConfig, num_labels: int) -> None:
+def check_last_layer(backbone: nn.Module, config: ModelConfig, num_labels: int, ran: list[str]) -> None:
     """Refuse a network of which another layer than the last one would be taken for the head.
 
     `head_of` takes the linear layer or convolution that the network defines last. It must also run last, and
-    where only the head is new or trained, it must make the outputs.
+    where only the head is new or trained, it must make the outputs. ``ran`` is the result of `check_size`.
 
     Raises:
         ValueError: one line that names the layer and the remedy.
     """
-    arch, side = config.arch, config.input_size
+    arch = config.arch
     if outputs_of(arch) == "boxes":
         return
-    layers = [(found, layer) for found, layer in backbone.named_modules() if isinstance(layer, LAYERS)]
-    if not layers:
+    if not any(isinstance(layer, LAYERS) for layer in backbone.modules()):
         raise ValueError(f"model.arch is {arch}, which has no nn.Linear or nn.Conv2d as head")
     name, head = head_of(backbone)
-    ran: list[str] = []
-    with before_each(layers, lambda found, *_: ran.append(found)):
-        backbone(torch.zeros(1, 3, side, side))
     if ran and ran[-1] != name:
         raise ValueError(
             f"model.arch is {arch}, which defines {name} after {ran[-1]}, but runs {ran[-1]} last: define "

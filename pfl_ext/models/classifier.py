@@ -31,7 +31,7 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
 from pfl_ext.models.drawing import DrawFrom, initialise
-from pfl_ext.models.dropout import DROPPING, LeftOut, dropping, keyed, without_keys
+from pfl_ext.models.dropout import DROPPING, LeftOut, dropping, keyed, leave_out_of_attention, without_keys
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
@@ -106,13 +106,15 @@ def build_backbone(
     _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
     number = itertools.count()
     _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else LeftOut())
+    if not config.dropout:
+        leave_out_of_attention(backbone)
     if config.dropout and next(number) == 0:
         raise ValueError(f"model.dropout is true, but {arch} has no dropout: set model.dropout to false")
     assert_no_live_batchnorm(backbone)
     if config.channel_norm == "data" and standardised_in(backbone) is None:
         raise ValueError(f"model.channel_norm is data, but {arch} has no norm for it: set it to group")
-    check_size(backbone, arch, config.input_size, num_labels)
-    check_last_layer(backbone, config, num_labels)
+    ran = check_size(backbone, arch, config.input_size, num_labels)
+    check_last_layer(backbone, config, num_labels, ran)
     check_own_frozen(backbone, config)
     place, of_classes = head_of(backbone)[0], part_of_classes(backbone)
     if config.random_features is not None:

@@ -29,12 +29,27 @@ _ELEMENTS = (nn.Dropout,)
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPPING = (nn.modules.dropout._DropoutNd, StochasticDepth)
 """The types of modules that `KeyedDropout` replaces, or that are left out."""
+_LEFT_OUT = "dropout_left_out"
+"""Attribute of a layer of attention whose own dropout is left out."""
 # David Stafford's "Mix13" constants of the SplitMix64 finaliser, and its increment, as signed integers
 _FIRST, _SECOND, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB
 
 
 class LeftOut(nn.Identity):
     """In the place of a layer of dropout that a run leaves out."""
+
+
+def leave_out_of_attention(network: nn.Module) -> None:
+    """Set the dropout of each `nn.MultiheadAttention` to 0, which it draws from the global generator."""
+    for layer in network.modules():
+        if isinstance(layer, nn.MultiheadAttention) and layer.dropout:
+            layer.dropout = 0.0
+            vars(layer)[_LEFT_OUT] = True
+
+
+def count_left_out(network: nn.Module) -> int:
+    """The number of layers whose dropout is left out."""
+    return sum(isinstance(layer, LeftOut) or hasattr(layer, _LEFT_OUT) for layer in network.modules())
 
 
 @contextlib.contextmanager

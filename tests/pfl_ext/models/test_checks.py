@@ -11,6 +11,7 @@ from torch import nn
 from pfl_ext.models.checks import check_groups
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, build_backbone
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.dropout import count_left_out
 from pfl_ext.models.small import NETWORKS
 
 
@@ -144,3 +145,49 @@ def test_a_number_of_groups_is_refused_where_there_are_none(arch: str, refused: 
     said = "^model.groups is 4, but lenet has no GroupNorm: remove it, or set it to 32$"
     with pytest.raises(ValueError, match=said):
         check_groups(backbone, config)
+
+
+class Transformer(nn.Module):
+    """torch's own encoder layer, whose dropout is 0.1 unless one says otherwise, in its attention, too."""
+
+    def __init__(self, num_labels: int) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 8, 4, 4)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.head = nn.Linear(8, num_labels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(self.layer(self.embed(x).flatten(2).transpose(1, 2)).mean(1))
+        return outputs
+
+
+class OwnDropout(nn.Sequential):
+    """Dropout that is no module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.3, self.training))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_network_that_draws_by_itself_is_refused_and_attention_loses_its_dropout() -> None:
+    def of_sequence(num_labels: int, input_size: int) -> nn.Module:
+        return OwnDropout(nn.Flatten(), nn.Linear(3 * input_size**2, num_labels))
+
+    def of_attention(num_labels: int, input_size: int) -> nn.Module:
+        return Transformer(num_labels)
+
+    NETWORKS.register("of_sequence")(of_sequence)
+    NETWORKS.register("of_attention")(of_attention)
+
+    def built(arch: str, dropout: bool = False) -> nn.Module:
+        return build_backbone(ModelConfig(arch, 8, dropout=dropout), 5, torch.Generator().manual_seed(0))
+
+    for arch, dropout in (("of_sequence", False), ("of_attention", True)):
+        with pytest.raises(
+            ValueError, match=f"^model.arch is {arch}, which draws random numbers from torch's"
+        ):
+            built(arch, dropout)
+    network, images = built("of_attention"), torch.rand(2, 3, 8, 8)
+    assert count_left_out(network) == 4, "three layers, and attention"
+    assert network.training
+    assert network(images).equal(network(images))
