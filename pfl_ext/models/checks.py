@@ -19,7 +19,7 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
     """Refuse a network that cannot take such images, has other outputs than labels, or draws numbers itself.
 
     Args:
-        backbone: takes images ``[1, 3, S, S]``; in training mode.
+        backbone: takes images ``[1, 3, S, S]``; put in training mode, where it may draw.
         arch: its name, for the error.
         input_size: S.
         num_labels: K.
@@ -34,7 +34,7 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
     layers = [(name, layer) for name, layer in backbone.named_modules() if isinstance(layer, LAYERS)]
     try:
         with before_each(layers, lambda name, *_: ran.append(name)):
-            outputs = backbone(torch.zeros(1, 3, input_size, input_size))
+            outputs = backbone.train()(torch.zeros(1, 3, input_size, input_size))
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise wrong_side(arch, input_size, fault) from fault
     if not state.equal(torch.get_rng_state()):

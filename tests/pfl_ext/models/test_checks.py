@@ -171,7 +171,7 @@ class OwnDropout(nn.Sequential):
 @pytest.mark.usefixtures("registered")
 def test_a_network_that_draws_by_itself_is_refused_and_attention_loses_its_dropout() -> None:
     def of_sequence(num_labels: int, input_size: int) -> nn.Module:
-        return OwnDropout(nn.Flatten(), nn.Linear(3 * input_size**2, num_labels))
+        return OwnDropout(nn.Flatten(), nn.Linear(3 * input_size**2, num_labels)).eval()
 
     def of_attention(num_labels: int, input_size: int) -> nn.Module:
         return Transformer(num_labels)
