@@ -1,6 +1,6 @@
 """Any runs of any benchmark side by side, in one page.
 
-    python -m benchmarks.compare RUN_DIR... [--output_dir D] [--target 50]
+    python -m benchmarks.compare RUN_DIR... [--output_dir D] [--target 50] [--at_megabytes 100]
                                  [--columns data.partition [--rows server.momentum ...]] [--names N.yaml]
 
 Folders are searched for runs. Runs that differ only in the seed are one group. Runs that have not ended are
@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.compare import charts, groups, tables
+from benchmarks.compare import charts, groups, reaching, tables
 from benchmarks.compare.crossed import Crossed, crossed
 from benchmarks.compare.crossed import named as crossed_named
 from benchmarks.compare.groups import Comparison
@@ -80,7 +80,11 @@ FAIRNESS = (
 
 
 def _page(
-    comparison: Comparison, found: Sequence[charts.Chart], target: float | None, crossing: Crossed | None
+    comparison: Comparison,
+    found: Sequence[charts.Chart],
+    target: float | None,
+    megabytes: float | None,
+    crossing: Crossed | None,
 ) -> str:
     labels = comparison.labels
     names = [charts.key(place, tables.breakable(label)) for place, label in enumerate(labels)]
@@ -103,7 +107,8 @@ def _page(
         "Time, bytes, cost": [
             tables.measured(comparison, ["time", "bytes", "cost"]),
             tag("p", BYTES),
-            tables.reached(comparison, target),
+            reaching.reached(comparison, target),
+            reaching.at_megabytes(comparison, megabytes),
         ],
         "Fairness": [tag("p", fairness if users else "No run scored its users one by one."), users],
         "Privacy": [tables.privacy(comparison)],
@@ -173,6 +178,9 @@ def main(argv: Sequence[str]) -> None:
         "--target", type=float, help="a score, as 50 for 50 percent: show when each group reached it"
     )
     parser.add_argument(
+        "--at_megabytes", type=float, metavar="MB", help="show the scores after this traffic of a whole run"
+    )
+    parser.add_argument(
         "--columns", metavar="KEY", help="a key: also make a table with a column for each value"
     )
     parser.add_argument(
@@ -187,13 +195,15 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError("--rows can be used only with --columns")
     comparison = compare(options.run_dirs)
     _check_target(comparison, options.target)
+    if options.at_megabytes is not None and not 0 <= options.at_megabytes < math.inf:
+        raise ValueError(f"--at_megabytes is {options.at_megabytes:g}: give a number of MB, at least 0")
     crossing = None if options.columns is None else crossed(comparison, options.columns, options.rows)
     if options.names is not None:
         comparison, crossing = _named(comparison, crossing, options.names)
     found = charts.charts(comparison)
     replaced = _of_an_earlier_one(folder)
     page, command = folder / "compare.html", shlex.join(["python", "-m", "benchmarks.compare", *argv])
-    pages.write(page, _page(comparison, found, options.target, crossing))
+    pages.write(page, _page(comparison, found, options.target, options.at_megabytes, crossing))
     texts = {
         "compare.csv": tables.csv(comparison),
         "table.tex": latex(comparison, command),

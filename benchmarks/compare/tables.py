@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-import numpy as np
-
 from benchmarks.compare.charts import key
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import SPLITS, Declared, Unit, in_words, unit_of
 from benchmarks.compare.privacy import in_short, privacy_of
-from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, lines_of
 from benchmarks.compare.significance import CONFIDENCE, Difference, pairs
 from benchmarks.core.code_version import short_commit
 from benchmarks.core.config.trees import as_word
@@ -25,12 +22,6 @@ CSV_HEAD = ("group", "run", "seed", "state", "section", "measure", "unit", "valu
 FACTS = ("dataset", "data_sha256", "commit", "torch", "hardware", "arithmetic")
 """What results.json says of where and with what a run was made."""
 NONE, TEST = "–", SPLITS["test"]
-AXES = {
-    by_steps: "rounds or epochs",
-    by_minutes: "minutes",
-    by_virtual_minutes: "virtual minutes",
-    by_megabytes: "MB",
-}
 
 
 def name_of(comparison: Comparison, group: Group) -> Html:
@@ -113,59 +104,6 @@ def by_key(comparison: Comparison, crossing: Crossed) -> Html:
 def _score(comparison: Comparison, group: Group, score: str, crossing: Crossed) -> str:
     values = comparison.values(group, TEST, shown(score))
     return in_words(values, unit_of(score, group.kinds)) + crossing.fewer(group)
-
-
-def reached(comparison: Comparison, target: float | None) -> Html:
-    """How many rounds, minutes and MB a group needed to reach a score.
-
-    Args:
-        comparison: what is compared.
-        target: the score; None: for each score the best that all groups with it reach, if one of them has to
-            train for it.
-    """
-    parts = []
-    for score in comparison.headline:
-        for split in ("val", "test"):
-            parts += _reached(comparison, split, score, target)
-    lower = [shown(score) for score in comparison.headline if comparison.is_lower_better(score)]
-    below = f", or below it where lower is better ({', '.join(lower)})" if lower else ""
-    note = (
-        f"When the mean over the seeds was first seen at the score or above it{below}. Only some rounds are "
-        "scored. A dash: never, or not known."
-    )
-    return join([tag("h3", "Until a score was reached"), tag("p", note), *parts]) if parts else Html()
-
-
-def _reached(comparison: Comparison, split: str, score: str, target: float | None) -> list[Html]:
-    along = {
-        axis: {line.place: line for line in lines_of(comparison.groups, split, score, axis)} for axis in AXES
-    }
-    lines, axes = along[by_steps], dict(AXES)
-    if not along[by_virtual_minutes]:
-        del axes[by_virtual_minutes]
-    if len(lines) < 2 and target is None:
-        return []
-    sign = -1.0 if comparison.is_lower_better(score) else 1.0
-    best = sign * min(((sign * line.mean).max() for line in lines.values()), default=0.0)
-    wanted = float(best) if target is None else target
-    reaching = {place: np.flatnonzero(sign * line.mean >= sign * wanted) for place, line in lines.items()}
-    if target is None and all(lines[place].x[at[0]] == 0 for place, at in reaching.items()):
-        return []
-    rows = []
-    for place, at in reaching.items():
-        line = lines[place]
-        cells = [
-            amount(float(each.x[at[0]]))
-            if each is not None and len(at) and each.is_of_runs_of(line)
-            else NONE
-            for each in (along[axis].get(place) for axis in axes)
-        ]
-        rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])
-    why = "as asked for" if target is not None else "which all groups reach"
-    unit = comparison.unit(score)
-    number = f"{wanted:.{2 if unit == PERCENT else decimals([wanted])}f}"
-    caption = " ".join(filter(None, [number, unit, f"{shown(score)} on {split}, {why}"]))
-    return [table(caption, ["group", "n", *axes.values()], rows)] if rows else []
 
 
 def amount(value: float) -> str:

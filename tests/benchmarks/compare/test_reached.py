@@ -30,3 +30,30 @@ def test_seconds_of_some_seeds_are_not_those_of_the_mean(tmp_path: Path) -> None
     page = check((tmp_path / "out" / "compare.html").read_text())
     rows = page.rows("25.00 % C-AP exact on val, as asked for")
     assert [row[1:4] for row in rows] == [["1", "2", "0.0333"], ["2", "2", "–"]]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_scores_after_the_same_traffic(tmp_path: Path) -> None:
+    """Rounds 0 and 2 are scored; two users a round move 0.5 MB each, or 2 MB each. A run without traffic has
+    no row."""
+    for name, megabytes, rate in (("small", 0.5, "0.1"), ("large", 2.0, "0.3"), ("unknown", None, "0.5")):
+        for seed in (0, 1):
+            more = {} if megabytes is None else {"traffic": {"down": megabytes * 4e5, "up": megabytes * 6e5}}
+            words = ("fl-r-17", f"--local.learning_rate={rate}")
+            path = make_run(tmp_path / f"{name}{seed}", *words, shift=2.0 * seed, seed=seed, **more)
+            lines = [
+                json.loads(line) | {"users": 2} for line in (path / "metrics.jsonl").read_text().splitlines()
+            ]
+            (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def rows(*words: str, megabytes: str) -> list[list[str]]:
+        assert run(main, [str(tmp_path), f"--output_dir={tmp_path / 'out'}", *words]) == 0
+        page = check((tmp_path / "out" / "compare.html").read_text())
+        return [row[1:] for row in page.rows(f"C-AP exact on val (%) after {megabytes}")]
+
+    first, second = (["2", "10.00", "10.00 to 10.00", "0", "0"], ["2", "21.00", "20.00 to 22.00"])
+    assert rows(megabytes="2 MB, the least of whole runs") == [first, [*second, "2", "2"]]
+    wanted = "--at_megabytes=1.9"
+    assert rows(wanted, megabytes="1.9 MB, as asked for") == [first, first]
+    wanted = "--at_megabytes=8"
+    assert rows(wanted, megabytes="8 MB, as asked for") == [[*second, "8", "2"], [*second, "2", "2"]]

@@ -145,6 +145,7 @@ CALLS = [
     ("compare", "whole --output_dir=", "--output_dir is empty"),
     ("compare", "whole --target=x", "--target: invalid float value: 'x'"),
     ("compare", "whole --target=nan", "--target is nan: give a number"),
+    ("compare", "whole --at_megabytes=-1", "--at_megabytes is -1: give a number of MB, at least 0"),
 ]
 
 
