@@ -97,7 +97,7 @@ def test_a_signal_while_workers_agree_is_for_the_next_step(
         writer.held.number = 15
         return number
 
-    monkeypatch.setattr(recorder, "from_main", agreed)
+    monkeypatch.setattr(recorder, "from_any", agreed)
     monkeypatch.setattr(recorder, "barrier", lambda: None)
     Recorder.step_done(writer, 3, {}, object())
     assert not writer.save.called
