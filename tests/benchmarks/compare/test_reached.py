@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,9 @@ def test_scores_after_the_same_traffic(tmp_path: Path) -> None:
     no row."""
     for name, megabytes, rate in (("small", 0.5, "0.1"), ("large", 2.0, "0.3"), ("unknown", None, "0.5")):
         for seed in (0, 1):
-            more = {} if megabytes is None else {"traffic": {"down": megabytes * 4e5, "up": megabytes * 6e5}}
+            more: dict[str, Any] = (
+                {} if megabytes is None else {"traffic": {"down": megabytes * 4e5, "up": megabytes * 6e5}}
+            )
             words = ("fl-r-17", f"--local.learning_rate={rate}")
             path = make_run(tmp_path / f"{name}{seed}", *words, shift=2.0 * seed, seed=seed, **more)
             lines = [
