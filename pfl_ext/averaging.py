@@ -41,7 +41,7 @@ from pfl_ext.models.lora import adapted
 from pfl_ext.models.lora_layers import Adapter
 
 WARM_UP = 9
-"""In an exponential moving average, a new model counts at least as much as 9 of the n before it."""
+"""Of the exponential average's formula, in De et al.'s code as in TensorFlow's: (1 + t) / (10 + t)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -81,7 +81,7 @@ class ModelAverage:
         of = {"swa": "plain average", "ema": f"exponential moving average (decay {config.average_decay:g})"}
         start = f" from round {config.average_from_round} on" if config.average_from_round else ""
         return (
-            f"what is scored and saved{start} is the {of.get(config.average)} of the server's models over "
+            f"what is scored and saved{start} is the {of[config.average]} of the server's models over "
             "rounds; training does not depend on it"
         )
 
@@ -93,18 +93,19 @@ class ModelAverage:
             if adapter.lora_a.weight.requires_grad
         }
 
-    def _places(self) -> dict[str, Tensor]:
+    def _places(self, merged: Mapping[str, tuple[Tensor, Adapter]]) -> dict[str, Tensor]:
         """What the average replaces of the module, under the average's own names."""
-        merged = self._merged()
         parts = {id(part.weight) for _, each in merged.values() for part in (each.lora_a, each.lora_b)}
         trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad and id(p) not in parts}
         return {**trained, **{name: weight for name, (weight, _) in merged.items()}}
 
     def _current(self) -> dict[str, Tensor]:
         """What is averaged of the module as it is."""
-        merged = self._merged().items()
-        sums = {name: (weight.double() + each.added()).to(weight.dtype) for name, (weight, each) in merged}
-        return {**self._places(), **sums}
+        merged = self._merged()
+        places = self._places(merged)
+        for name, (weight, adapter) in merged.items():
+            places[name] = (weight.double() + adapter.added()).to(weight.dtype)
+        return places
 
     @torch.no_grad()
     def add(self, step: int) -> None:
@@ -124,16 +125,21 @@ class ModelAverage:
     def put(self) -> None:
         """Set the module to the average."""
         if self._weights:
-            for name, place in self._places().items():
+            merged = self._merged()
+            for name, place in self._places(merged).items():
                 place.copy_(self._weights[name])
-            for _, each in self._merged().values():
-                each.lora_b.weight.zero_()
+            for _, adapter in merged.values():
+                adapter.lora_b.weight.zero_()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the module has the weights of the average; afterwards its own again, bit for bit."""
-        places = [*self._places().values(), *(each.lora_b.weight for _, each in self._merged().values())]
-        before = [place.detach().clone() for place in places] if self._weights else []
+        if not self._weights:
+            yield
+            return
+        merged = self._merged()
+        places = [*self._places(merged).values(), *(each.lora_b.weight for _, each in merged.values())]
+        before = [place.detach().clone() for place in places]
         self.put()
         try:
             yield
@@ -151,7 +157,7 @@ class ModelAverage:
 
         In another format, torch may round in another order.
         """
-        places = self._places()
+        places = self._places(self._merged())
         self._weights = {
             name: torch.empty_like(places[name], requires_grad=False).copy_(tensor)
             for name, tensor in tensors.items()

@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> None:
         "--target", type=float, help="a score, as 50 for 50 percent: show when each group reached it"
     )
     parser.add_argument(
-        "--at_megabytes", type=float, metavar="MB", help="show the scores after this traffic of a whole run"
+        "--at_megabytes", type=float, metavar="MB", help="show what each group scored after this traffic"
     )
     parser.add_argument(
         "--columns", metavar="KEY", help="a key: also make a table with a column for each value"

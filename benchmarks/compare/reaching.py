@@ -21,6 +21,11 @@ ALIKE = 1.01
 """Groups whose traffic differs by no more than this factor are compared by their last scores already."""
 
 
+def _followed(comparison: Comparison) -> list[tuple[str, str]]:
+    """The split and the name of each score that a run may be followed by."""
+    return [(split, score) for score in comparison.headline for split in ("val", "test")]
+
+
 def reached(comparison: Comparison, target: float | None) -> Html:
     """How many rounds, minutes and MB a group needed to reach a score.
 
@@ -29,10 +34,9 @@ def reached(comparison: Comparison, target: float | None) -> Html:
         target: the score; None: for each score the best that all groups with it reach, if one of them has to
             train for it.
     """
-    parts = []
-    for score in comparison.headline:
-        for split in ("val", "test"):
-            parts += _reached(comparison, split, score, target)
+    parts = [
+        each for split, score in _followed(comparison) for each in _reached(comparison, split, score, target)
+    ]
     lower = [shown(score) for score in comparison.headline if comparison.is_lower_better(score)]
     below = f", or below it where lower is better ({', '.join(lower)})" if lower else ""
     note = (
@@ -75,20 +79,21 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
 
 
 def at_megabytes(comparison: Comparison, megabytes: float | None) -> Html:
-    """The last score of each group that was seen before it had sent more than so many MB.
+    """The last score of each group that was seen before its traffic was more than so many MB.
 
     Args:
         comparison: what is compared.
-        megabytes: between the server and its users in the whole run; None: the least of all groups' whole
-            runs, if these differ.
+        megabytes: between the server and its users, both ways, since the first round; None: the most that
+            every group has used by its last score, if these differ.
     """
-    parts = []
-    for score in comparison.headline:
-        for split in ("val", "test"):
-            parts += _at_megabytes(comparison, split, score, megabytes)
+    parts = [
+        each
+        for split, score in _followed(comparison)
+        for each in _at_megabytes(comparison, split, score, megabytes)
+    ]
     note = (
-        "The last score that was seen before a group had sent more: mean, least and greatest over the seeds. "
-        "Only some rounds are scored."
+        "The last score that was seen before a group's traffic, both ways, was more: mean, least and "
+        "greatest over the seeds. Only some rounds are scored."
     )
     return join([tag("h3", "After the same traffic"), tag("p", note), *parts]) if parts else Html()
 
@@ -112,6 +117,6 @@ def _at_megabytes(comparison: Comparison, split: str, score: str, megabytes: flo
             step = amount(float(round_of.x[at])) if round_of.is_of_runs_of(line) else NONE
             cells = [mean, f"{low} to {high}", amount(float(line.x[at])), step]
         rows.append([name_of(comparison, comparison.groups[line.place]), str(line.n), *cells])
-    why = "as asked for" if megabytes is not None else "the least of whole runs"
+    why = "as asked for" if megabytes is not None else "which all groups used"
     caption = f"{labelled(f'{shown(score)} on {split}', unit)} after {amount(limit)} MB, {why}"
     return [table(caption, ["group", "n", "mean", "least to greatest", "MB", "rounds or epochs"], rows)]

@@ -275,7 +275,7 @@ def _train(
             )
         if adapters := adapters_in_words(module):
             print(adapters)
-        if config.model.trained == "names" and (head := untrained_head(module.get_submodule("backbone"))):
+        if config.model.trained == "names" and (head := untrained_head(module.backbone)):
             print(f"{head} makes the outputs, but none of its weights is trained: it stays as it is now")
         if config.mode == "federated" and (warning := experiment.warning()):
             print(warning, file=sys.stderr)

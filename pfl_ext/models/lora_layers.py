@@ -125,6 +125,7 @@ class LowRankAttention(nn.MultiheadAttention):
         if query.ndim == 3 and not (masked or extended or need_weights):
             return self._attend(query, key, value), None
         turned = self.batch_first and query.ndim == 3
+        # one tensor that is given twice stays one, for which torch has a faster way
         inputs = {id(t): t.transpose(0, 1) if turned else t for t in (query, key, value)}
         query, key, value = (inputs[id(t)] for t in (query, key, value))
         q, k, v, out = (self._updated(part) for part in PARTS)

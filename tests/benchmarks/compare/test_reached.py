@@ -55,7 +55,7 @@ def test_scores_after_the_same_traffic(tmp_path: Path) -> None:
         return [row[1:] for row in page.rows(f"C-AP exact on val (%) after {megabytes}")]
 
     first, second = (["2", "10.00", "10.00 to 10.00", "0", "0"], ["2", "21.00", "20.00 to 22.00"])
-    assert rows(megabytes="2 MB, the least of whole runs") == [first, [*second, "2", "2"]]
+    assert rows(megabytes="2 MB, which all groups used") == [first, [*second, "2", "2"]]
     wanted = "--at_megabytes=1.9"
     assert rows(wanted, megabytes="1.9 MB, as asked for") == [first, first]
     wanted = "--at_megabytes=8"
