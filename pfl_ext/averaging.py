@@ -41,7 +41,7 @@ from pfl_ext.models.lora import adapted
 from pfl_ext.models.lora_layers import Adapter
 
 WARM_UP = 9
-"""Of the exponential average's formula, in De et al.'s code as in TensorFlow's: (1 + t) / (10 + t)."""
+"""Part of the exponential average's formula, by De et al.'s code and TensorFlow: (1 + t) / (10 + t)."""
 
 
 @dataclass(frozen=True, config=STRICT)
