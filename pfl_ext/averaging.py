@@ -1,7 +1,7 @@
-"""An average of the server's models over rounds, which is scored and saved in the place of the last model.
+"""An average of models over rounds or epochs, which is scored and saved in the place of the last model.
 
-With x_t the server's model after t rounds and s the first round of the average (``average_from_round``), the
-average is a_s = x_s, and then
+With x_t the server's model after t rounds (in centralised training, the model after t epochs), and s the
+first round of the average (``average_from_round``), the average is a_s = x_s, and then
 
     a_t = d_n a_(t-1) + (1 - d_n) x_t,    n = t - s,
 
@@ -13,7 +13,7 @@ where n is the number of models in a_(t-1). Before round s the model is x_t itse
   use in private training. The second number is the warm-up of their code (jax_privacy). It gives x_t at least
   9 / (n + 9) of the weight, so that the first models are soon forgotten, however close to 1 the decay is.
 
-Training does not depend on the average: users always start from x_t. It costs no privacy, since it is
+Training does not depend on the average: it always goes on from x_t. It costs no privacy, since it is
 computed from models that the server has anyway, and nothing is sent for it.
 
 What is averaged are the variables that training changes. Nothing else of a network changes from round to
@@ -46,14 +46,14 @@ WARM_UP = 9
 
 @dataclass(frozen=True, config=STRICT)
 class AveragingConfig:
-    """Which average of the server's models is scored and saved."""
+    """Which average of the models after rounds or epochs is scored and saved."""
 
     average: Literal["none", "ema", "swa"] = "none"
-    """Score and save an average of the server's models: exponential (ema), plain (swa); none: no average."""
+    """Score and save an average of all rounds' (epochs') models: exponential (ema), plain (swa); none: no."""
     average_decay: Fraction = 0.99
-    """Weight of the average so far when a round's model is added to it (ema); less in early rounds."""
+    """Weight of the average so far when a model is added to it (ema); less in early rounds or epochs."""
     average_from_round: NonNegativeInt = 0
-    """First round whose model is averaged, 0 being the initial one; before it the model itself is scored."""
+    """First round or epoch whose model is averaged, 0: the initial one; before, no average is scored."""
 
     def weight_of_average(self, n: int) -> float:
         """d_n, the weight of an average of n >= 1 models where the next one is added."""
@@ -63,26 +63,29 @@ class AveragingConfig:
 
 
 class ModelAverage:
-    """The average of a module over rounds, in the type and on the device of its parameters.
+    """The average of a module over rounds or epochs, in the type and on the device of its parameters.
 
     Where the config asks for no average, and before its first round, it is empty and changes nothing.
 
     Args:
         config: which average.
-        module: has the server's weights whenever a method is called.
+        module: has the model's weights whenever a method is called.
+        unit: what a model is the result of.
     """
 
-    def __init__(self, config: AveragingConfig, module: nn.Module) -> None:
-        self.config, self._module = config, module
+    def __init__(
+        self, config: AveragingConfig, module: nn.Module, unit: Literal["round", "epoch"] = "round"
+    ) -> None:
+        self.config, self._module, self._unit = config, module, unit
         self._weights: dict[str, Tensor] = {}
 
     def __str__(self) -> str:
         config = self.config
         of = {"swa": "plain average", "ema": f"exponential moving average (decay {config.average_decay:g})"}
-        start = f" from round {config.average_from_round} on" if config.average_from_round else ""
+        start = f" from {self._unit} {config.average_from_round} on" if config.average_from_round else ""
         return (
-            f"what is scored and saved{start} is the {of[config.average]} of the server's models over "
-            "rounds; training does not depend on it"
+            f"what is scored and saved{start} is the {of[config.average]} of the models after each "
+            f"{self._unit}; training does not depend on it"
         )
 
     def _merged(self) -> dict[str, tuple[Tensor, Adapter]]:
@@ -109,7 +112,7 @@ class ModelAverage:
 
     @torch.no_grad()
     def add(self, step: int) -> None:
-        """Add the module, which has had ``step`` updates. Must be called after each round, once."""
+        """Add the module, which has had ``step`` updates. Must be called after each round or epoch, once."""
         n = step - self.config.average_from_round
         if self.config.average == "none" or n < 0:
             return

@@ -13,6 +13,7 @@ from benchmarks.core.precision import precision_of
 from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import AdamOptions
+from pfl_ext.averaging import ModelAverage
 from pfl_ext.data.augmented_views import augmented
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transforms import draw_keys
@@ -87,17 +88,31 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
 def train_centralised(
     run: AnyRun, store: ImageStore, val: ImageStore, module: ImageClassifier, recorder: Recorder
 ) -> PyTorchModel:
-    """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch."""
+    """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch.
+
+    The average of the models, if there is one, is in ``recorder.checkpoints.average``.
+    """
     config = run.config
     model, recorder.arithmetic = centralised_model(run, module)
     evaluation = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
+    average = recorder.checkpoints.average = ModelAverage(config.evaluation, module, "epoch")
+    if is_main() and config.evaluation.average != "none":
+        print(average)
+
+    def evaluated(number: int) -> None:
+        with average.in_place():
+            recorder.evaluated(number, evaluation(model), model)
+
     first, model = recorder.restore(model)
+    if first == 0:
+        average.add(0)
     for epoch in range(first, config.centralised.num_epochs):
         if epoch % config.evaluation.every_epochs == 0:
-            recorder.evaluated(epoch, evaluation(model), model)
+            evaluated(epoch)
         loss = train_epoch(run, store, model, epoch)
+        average.add(epoch + 1)
         recorder.step_done(epoch, {"train_loss": round(loss, 6)}, model)
     if not recorder.ended:
-        recorder.evaluated(config.centralised.num_epochs, evaluation(model), model)
+        evaluated(config.centralised.num_epochs)
         recorder.end(model)
     return model

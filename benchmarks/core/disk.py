@@ -29,7 +29,7 @@ def least_bytes(config: TrainingConfig, module: ImageClassifier, of_users: int) 
     """
     server: OptimizerConfig = config.server if config.mode == "federated" else config.centralised
     moments = (1 if server.momentum else 0) if server.optimizer == "sgd" else 2
-    averages = config.mode == "federated" and config.evaluation.average != "none"
+    averages = config.evaluation.average != "none"
     whole: int = sum(tensor.nbytes for tensor in module.state_dict().values())
     return CHECKPOINTS * (2 + moments + averages) * trained_bytes(module) + whole + of_users
 

@@ -25,7 +25,7 @@ def final_scores(
 ) -> Tree:
     """The last model's and the best one's; the model is left at the best, and the whole network in it.
 
-    With an average over rounds both are averages, and ``unaveraged`` has the scores of the server's last.
+    With an average over rounds both are averages, and ``unaveraged`` has the scores of the last model itself.
     """
     threads = recorder.run.runtime.reader_threads
     evaluations = {

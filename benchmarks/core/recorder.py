@@ -82,7 +82,7 @@ class Checkpoints:
         self.algorithm: Algorithm[Any] | ModelState = ModelState()
         """How the state of training becomes the tensors of a checkpoint."""
         self.average: ModelAverage | None = None
-        """The average of the server's models that is scored and saved; None: of centralised training."""
+        """The average of the models that is scored and saved; None before training."""
         self._run, self._saved_at = run, time.perf_counter()
 
     def due(self, step: int) -> bool:

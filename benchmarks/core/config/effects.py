@@ -43,7 +43,7 @@ OF_TRAINED = {
 }
 """The keys that only this value of ``model.trained`` reads."""
 OF_AVERAGE, OF_EMA = "evaluation.average_from_round", "evaluation.average_decay"
-"""The keys that only an average of the server's models reads, and only an exponential one."""
+"""The keys that only an average of models reads, and only an exponential one."""
 Reasons = dict[str, str]
 """The reason why each idle key or section is idle, and what to do."""
 
@@ -69,9 +69,11 @@ def idle_by_mode(mode: str) -> Idle:
     """What is for the other mode."""
     if mode == "centralised":
         updates = "compression. aggregation. attack. devices devices."
-        scored = "evaluation.every_rounds evaluation.average"
-        federated = f"local. server. federated. {updates} {scored} {OF_AVERAGE} {OF_EMA}"
-        return Idle(federated, "mode is centralised", "set mode to federated")
+        return Idle(
+            f"local. server. federated. {updates} evaluation.every_rounds",
+            "mode is centralised",
+            "set mode to federated",
+        )
     return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
 
 
@@ -258,6 +260,7 @@ def check_training(config: TrainingConfig) -> None:
             f"model.parties is {config.model.parties}, so there are several last layers, but "
             "head_rate_factor applies only to one: set it to 1"
         )
+    _check_average(config)
     if config.mode == "centralised":
         rate, head = central.learning_rate, central.head_rate_factor
         central.check_schedule("centralised", rate, central.num_epochs, head)
@@ -280,7 +283,6 @@ def check_training(config: TrainingConfig) -> None:
         if config.devices is not None:
             config.devices.check_epochs(local.num_epochs, federated.replacement)
         check_updates(config)
-        _check_average(config)
         if federated.chosen.only_last and config.evaluation.best_by != "last":
             raise ValueError(
                 f"evaluation.best_by is {config.evaluation.best_by}, but federated.algorithm "
@@ -293,16 +295,17 @@ def _check_average(config: TrainingConfig) -> None:
     evaluation, federated = config.evaluation, config.federated
     if evaluation.average == "none":
         return
-    if not federated.chosen.has_server_model:
+    if config.mode == "federated" and not federated.chosen.has_server_model:
         raise ValueError(
             f"evaluation.average is {evaluation.average}, but federated.algorithm {federated.name} has no "
             "model of the server that could be averaged over rounds: set evaluation.average to none, or "
             "choose another algorithm, such as fedavg"
         )
-    if evaluation.average_from_round >= federated.num_rounds:
+    if evaluation.average_from_round >= config.num_steps:
+        steps = f"{config.mode}.num_{config.unit}s"
         raise ValueError(
             f"evaluation.average_from_round is {evaluation.average_from_round}, but must be below "
-            f"federated.num_rounds = {federated.num_rounds}, or nothing would be averaged: lower it"
+            f"{steps} = {config.num_steps}, or nothing would be averaged: lower it"
         )
 
 

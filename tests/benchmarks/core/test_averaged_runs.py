@@ -86,7 +86,10 @@ def test_algorithms_without_a_model_of_the_server_refuse_it(refused: Refused) ->
         (("--evaluation.average=swa", "--evaluation.average_decay=0.9"), "set evaluation.average to ema"),
         (("--evaluation.average_from_round=2",), "average is none: remove it, or set evaluation.average to"),
         (("--evaluation.average=ema", "--evaluation.average_from_round=3"), "must be below federated.num"),
-        (("--config=c-r-17", "--evaluation.average=ema"), "where mode is centralised"),
+        (
+            ("--config=c-r-17", "--centralised.num_epochs=3", *SWA, "--evaluation.average_from_round=3"),
+            "must be below centralised.num_epochs = 3",
+        ),
         (("--evaluation.average=ema", "--evaluation.average_decay=1"), "evaluation.average_decay"),
     ],
 )
@@ -102,7 +105,7 @@ def test_it_is_killed_and_resumed_and_extended_bit_for_bit_and_all_results_are_t
     words = ("--evaluation.average=ema", "--evaluation.best_by=last")
     whole, _ = killed_and_resumed(train, 2, *words)
     said = capsys.readouterr().out
-    assert "is the exponential moving average (decay 0.99) of the server's models over rounds" in said
+    assert "is the exponential moving average (decay 0.99) of the models after each round" in said
     assert "test, last model, not averaged" in said
     short = train(*words, "--federated.num_rounds=2", name="short")
     longer = train(*words, f"--extend={short}", name="longer")
@@ -118,6 +121,19 @@ def test_it_is_killed_and_resumed_and_extended_bit_for_bit_and_all_results_are_t
     assert all(t.equal(average[name]) for name, t in saved(whole).items())
     assert lines(whole)[-1]["val"] == {key: round(value, 6) for key, value in found["val"].items()}
     assert lines(whole)[1]["val"] != lines(plain)[1]["val"]
+
+
+def test_centralised_training_averages_its_epochs_and_is_resumed_bit_for_bit(train: Train) -> None:
+    words = ("--config=c-r-17", "--centralised.num_epochs=3", "--evaluation.best_by=last")
+    plain = train(*words, name="plain")
+    whole, _ = killed_and_resumed(train, 2, *words, "--evaluation.average=swa")
+    assert results(whole)["unaveraged"] == results(plain)["last"] != results(whole)["last"]
+    tensors = last_checkpoint(whole)
+    for name, tensor in checkpoint.part(tensors, "average/").items():
+        assert tensor.equal(saved(whole)[name]), name
+    assert all(
+        t.equal(last_checkpoint(plain)[f"model/{n}"]) for n, t in checkpoint.part(tensors, "model/").items()
+    )
 
 
 def test_a_run_with_adapters_saves_the_average_of_its_merged_weights(
