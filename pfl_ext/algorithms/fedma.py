@@ -229,9 +229,9 @@ class FedMA(Algorithm[list[Weights]]):
     def _labels(self, user: int, classes: int, number: int) -> np.ndarray[Any, Any]:
         """How many of a user's images in this round have each class, ``[K]``."""
         self.context.users.set_round(number)
-        images, counts = self.context.users.user_dataset(user), np.zeros(classes)
-        for _, targets, _ in images.once() if len(images) else ():
-            counts += (targets > 0).double().sum(0).numpy()
+        images = self.context.users.user_dataset(user)
+        targets = self.context.module.task.collate(images.raw_data[1])  # without any mixture
+        counts: np.ndarray[Any, Any] = (targets > 0).double().sum(0).numpy()
         return counts
 
     def model(self, state: list[Weights]) -> PyTorchModel:
