@@ -94,11 +94,19 @@ def mixed(x: Tensor, crops: Tensor | None) -> Tensor:
     if crops is None or not is_mixed(crops):
         return x
     apart, outside, *box = crops[:, KEYED_COLUMNS:].unbind(1)
-    places = torch.arange(len(x), device=x.device)
+    places, pixels = (torch.arange(x.shape[axis], device=x.device) for axis in (0, 2))
     others = (places + apart.to(torch.int64)).clamp_(0, len(x) - 1)
-    pixels = torch.arange(x.shape[2], device=x.device)
     top, left, bottom, right = (edge[:, None] for edge in box)
-    rows, columns = (pixels >= top) & (pixels < bottom), (pixels >= left) & (pixels < right)
-    inside = rows[:, None, :, None] & columns[:, None, None, :]
-    own = torch.where(inside, 0.0, outside[:, None, None, None]).to(x.dtype)
-    return torch.lerp(x[others], x, own)
+    rows, columns = ((low <= pixels) & (pixels < high) for low, high in ((top, bottom), (left, right)))
+    if x.is_contiguous():
+        return x[others].lerp_(x, _own(rows, columns, outside, x.dtype)[:, None])
+    # with channels last, a share for each channel of a pixel: a CPU is slow at numbers that are read twice
+    lines = x.permute(0, 2, 3, 1).flatten(2)
+    own = _own(rows, columns.repeat_interleave(x.shape[1], 1), outside, x.dtype)
+    return lines[others].lerp_(lines, own).view(-1, *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
+
+
+def _own(rows: Tensor, columns: Tensor, outside: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each image's share of its own pixels, ``[B, n, m]``: 0 in the box, which has these rows and columns."""
+    inside, outside = rows[:, :, None].to(dtype) * columns[:, None].to(dtype), outside[:, None, None]
+    return inside.mul_(-outside).add_(outside)

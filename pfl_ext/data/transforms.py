@@ -55,9 +55,9 @@ class AugmentConfig:
     views: Annotated[int, Field(ge=1, le=MOST_VIEWS)] | None = None
     """Number of views of an image, drawn once; each use takes one. none: each use draws a crop and flips."""
     mixup: Alpha | None = None
-    """Alpha of the Beta distribution of shares in which two images of a batch are mixed; none: off."""
+    """Mixup: alpha of the Beta distribution of shares of two images of a batch in their mixture; none: off."""
     cutmix: Alpha | None = None
-    """Alpha of the same for a box that comes from another image of the batch; none: off. With both: one."""
+    """CutMix: the same for a box of another image; none: off. With both keys, each batch has one of them."""
 
     @property
     def mixes(self) -> bool:

@@ -4,10 +4,10 @@
     worker_runs ARGUMENTS...
 
 One launch for several runs: FL by pfl's loop with float64 sums (and an average over rounds) and with float32
-sums, FL with dropout, cutout and mixed images by the fast engine, FL on features of augmented views, PFL, and
-PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold what each
-did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where pfl's loop
-trains, the checksums of the noise that was added, and how this interpreter hashes a word.
+sums, FL with dropout, cutout and mixed images by the fast engine, FL on features of augmented views, PFL,
+and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold
+what each did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where pfl's
+loop trains, the checksums of the noise that was added, and how this interpreter hashes a word.
 
 With `LOST_BY` in the environment it is the training command with these arguments, whose worker 1 sends that
 signal to itself in the round `LOST_IN`, after the checkpoint of the round before.
