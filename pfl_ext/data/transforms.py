@@ -55,7 +55,7 @@ class AugmentConfig:
     views: Annotated[int, Field(ge=1, le=MOST_VIEWS)] | None = None
     """Number of views of an image, drawn once; each use takes one. none: each use draws a crop and flips."""
     mixup: Alpha | None = None
-    """Mixup: alpha of the Beta distribution of shares of two images of a batch in their mixture; none: off."""
+    """Mixup: alpha of the Beta distribution of shares in which images of a batch are mixed; none: off."""
     cutmix: Alpha | None = None
     """CutMix: the same for a box of another image; none: off. With both keys, each batch has one of them."""
 
