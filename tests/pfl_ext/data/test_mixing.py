@@ -20,7 +20,11 @@ from pfl_ext.tasks.single_label import SingleLabel
 from tests.pfl_ext.engine.setting import LABELS, small_backbone
 
 SIDE = 10
-KINDS = {"mixup": {"mixup": 0.7}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.7, "cutmix": 1.0}}
+KINDS: dict[str, dict[str, Any]] = {
+    "mixup": {"mixup": 0.7},
+    "cutmix": {"cutmix": 1.0},
+    "both": {"mixup": 0.7, "cutmix": 1.0},
+}
 
 
 def batch(n: int, seed: int = 0, **alphas: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
