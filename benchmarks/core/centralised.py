@@ -16,6 +16,7 @@ from pfl_ext.algorithms.optimizers import AdamOptions
 from pfl_ext.averaging import ModelAverage
 from pfl_ext.data.augmented_views import augmented
 from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.mixing import mix
 from pfl_ext.data.transforms import draw_keys
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
@@ -64,12 +65,15 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
     for images, targets in read:
         images, crops = augmented(images, rng, config.model.input_size, config.augment)
-        crops = draw_keys(keys, crops) if config.keys else crops
+        crops = draw_keys(keys, crops) if config.keys or config.augment.mixes else crops
+        collated = module.task.collate(targets)
+        if config.augment.mixes:
+            collated, crops = mix(collated, crops, keys, config.model.input_size, config.augment)
         optimizer.zero_grad()
         with autocast_of(model):
             loss = module.loss(
                 torch.from_numpy(images).to(device),
-                module.task.collate(targets).to(device),
+                collated.to(device),
                 torch.from_numpy(crops).to(device),
             )
         loss.backward()

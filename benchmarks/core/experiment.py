@@ -254,7 +254,13 @@ def trained_task(config: TrainingConfig, task: Task, classes: Sequence[str]) -> 
     Raises:
         ValueError: when the task does not support this loss, or a class of it does not exist.
     """
-    loss = TrainingLoss.of(config.loss, classes, config.augment.label_smoothing)
+    augment = config.augment
+    if augment.mixes and not task.mixable:
+        raise ValueError(
+            f"augment.mixup and augment.cutmix mix labels of whole images, which {type(task).__name__} does "
+            "not have: set both to none"
+        )
+    loss = TrainingLoss.of(config.loss, classes, augment.label_smoothing, augment.mixes)
     return task if loss.is_plain else task.trained_by(loss)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 
-from benchmarks.core.config.effects import draws_crops
+from benchmarks.core.config.effects import MIXING, draws_crops
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.kept_features import BATCH, KeptFeatures
@@ -224,6 +224,9 @@ def reason_against(config: TrainingConfig) -> str | None:
         return "model.dropout is true"
     if config.augment.cutout is not None:
         return f"augment.cutout is {config.augment.cutout}"
+    for key in MIXING:
+        if (alpha := getattr(config.augment, key)) is not None:
+            return f"augment.{key} is {alpha:g}"
     if config.augment.views is not None:
         return None
     if config.augment.flip != "none":

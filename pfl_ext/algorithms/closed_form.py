@@ -87,7 +87,7 @@ class ClosedForm(Algorithm[Sums]):
         "local.max_grad_norm local.clip_by local.optimizer local.momentum local.beta1 local.beta2 "
         "local.epsilon local.weight_decay local.num_epochs "
         "local.straddle local.shuffle local.reshuffle local.virtual_size augment.views "
-        "augment.label_smoothing loss. "
+        "augment.label_smoothing augment.mixup augment.cutmix loss. "
         "federated.weighting federated.reweight federated.sampling federated.replacement privacy.clipping"
     )
     sends: ClassVar[str] = "vector of sums"

@@ -157,6 +157,11 @@ class FedGKT(Algorithm[GKTState]):
             raise ValueError("fedgkt trains all layers: set model.trained to all")
         if not module.task.exclusive:
             raise ValueError("fedgkt needs exactly one label for each image: choose another algorithm")
+        if users.sampling.mixes:
+            raise ValueError(
+                "fedgkt keeps the server's logits of each image, and mixed images have none: set "
+                "augment.mixup and augment.cutmix to none"
+            )
         if users.sampling.keys:
             raise ValueError(
                 "fedgkt does not support dropout and cutout: set model.dropout to false and "

@@ -173,7 +173,7 @@ class FedMA(Algorithm[list[Weights]]):
             moved = sum(int((places != np.arange(layer.neurons)).sum()) for places in found)
             weights = alike * np.stack([alive(own[places]) for own, places in zip(users, found)])  # [J, N]
         else:
-            weights = np.stack([self._labels(int(user), layer.neurons, number) for user in self.users])
+            weights = np.stack([self._labels(int(user), number) for user in self.users])
         total = weights.sum(0)
         weights = np.where(total > 0, weights / np.where(total > 0, total, 1), alike)
         together = {name: by_neuron([own[name] for own in trained], weights) for name in layer.variables}
@@ -226,12 +226,12 @@ class FedMA(Algorithm[list[Weights]]):
     def _mean(self, users: list[Weights], name: str) -> Tensor:
         return mean([own[name] for own in users], self._shares())
 
-    def _labels(self, user: int, classes: int, number: int) -> np.ndarray[Any, Any]:
+    def _labels(self, user: int, number: int) -> np.ndarray[Any, Any]:
         """How many of a user's images in this round have each class, ``[K]``."""
         self.context.users.set_round(number)
-        images, counts = self.context.users.user_dataset(user), np.zeros(classes)
-        for _, targets, _ in images.once() if len(images) else ():
-            counts += (targets > 0).double().sum(0).numpy()
+        images = self.context.users.user_dataset(user)
+        targets = self.context.module.task.collate(images.raw_data[1])  # of images that are not mixed
+        counts: np.ndarray[Any, Any] = (targets > 0).double().sum(0).numpy()
         return counts
 
     def model(self, state: list[Weights]) -> PyTorchModel:

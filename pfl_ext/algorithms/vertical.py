@@ -13,6 +13,7 @@ over the images of the cohort's users together, in batches across users. The ord
 round), which all parties know. Momentum begins at 0 in each round.
 
 A crop is the same for all parties of an image, so a party holds its part with a margin as wide as crops move.
+If images are mixed (`pfl_ext.data.mixing`), each party mixes its own parts, by draws that all parties know.
 Flips and scaled crops would give a party pixels from all of another's part, and are refused. What is sent is
 not protected: outputs and ``dL/dU`` reveal labels to hosts. The parties are simulated in one process.
 """

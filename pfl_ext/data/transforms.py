@@ -27,6 +27,7 @@ from pfl_ext.configs import STRICT
 Crop = Literal["crop", "padded", "resized"]
 Flip = Literal["none", "horizontal", "both"]
 Padding = Literal["zero", "reflect"]
+Alpha = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -53,6 +54,15 @@ class AugmentConfig:
     """Border for padded crops. zero: black; reflect: the image mirrored at its outermost pixels."""
     views: Annotated[int, Field(ge=1, le=MOST_VIEWS)] | None = None
     """Number of views of an image, drawn once; each use takes one. none: each use draws a crop and flips."""
+    mixup: Alpha | None = None
+    """Mixup: alpha of the Beta distribution of shares in which images of a batch are mixed; none: off."""
+    cutmix: Alpha | None = None
+    """CutMix: the same for a box of another image; none: off. With both keys, each batch has one of them."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images of a batch are mixed: see `pfl_ext.data.mixing`."""
+        return self.mixup is not None or self.cutmix is not None
 
 
 @dataclass(frozen=True, config=STRICT)

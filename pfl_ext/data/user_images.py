@@ -16,6 +16,7 @@ from pfl.data.dataset import Dataset
 
 from dataset.arrays import ByteArray, IntArray
 from pfl_ext.data.augmented_views import AugmentedViews, augmented
+from pfl_ext.data.mixing import mix
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.transforms import draw_keys
 
@@ -33,7 +34,8 @@ class UserImages(Dataset):
     After ``max_steps`` batches there are no more, in any epoch, since a device had no time for them.
     ``crops`` ``[B, 6]`` says how each image is cropped and flipped, which is done on the device. Where the
     store has `AugmentedViews`, one view of each image is drawn instead. With ``sampling.keys`` it is
-    ``[B, 8]``, and the last columns say which units are dropped for an image.
+    ``[B, 8]``, and the last columns say which units are dropped for an image. Where images are mixed,
+    targets are mixed already, and crops are those of `pfl_ext.data.mixing.mix`, ``[B, 14]``.
     """
 
     def __init__(
@@ -93,11 +95,13 @@ class UserImages(Dataset):
         return UserImages(images[positions], targets[positions], self.user_id, sampling, rng, self._collate)
 
     def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
-        images, targets = self.raw_data
+        images, annotations = self.raw_data
         sampling = self._sampling
         chosen, crops = augmented(images[positions], rng, sampling.input_size, sampling)
-        return (
-            torch.from_numpy(chosen),
-            self._collate(targets[positions]),
-            torch.from_numpy(draw_keys(keys, crops) if sampling.keys else crops),
-        )
+        targets = self._collate(annotations[positions])
+        if sampling.keys or sampling.mixes:
+            crops = draw_keys(keys, crops)
+        if sampling.mixes:
+            assert chosen.ndim == 4, "features are not mixed"
+            targets, crops = mix(targets, crops, keys, sampling.input_size, sampling)
+        return torch.from_numpy(chosen), targets, torch.from_numpy(crops)

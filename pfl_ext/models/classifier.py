@@ -25,6 +25,7 @@ from pfl.metrics import MetricValue, Weighted
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pfl_ext.data.mixing import is_mixed, mixed
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.checks import check_last_layer, check_own_frozen, check_size, wrong_side
 from pfl_ext.models.config import ModelConfig
@@ -292,13 +293,14 @@ class ImageClassifier(nn.Module):
         Args:
             images: uint8 ``[B, H, W, 3]``.
             targets: the targets of these images.
-            crops: ``[B, 6]`` or ``[B, 8]`` (`pfl_ext.data.transforms`); None takes the whole images.
+            crops: ``[B, 6]`` or more (`pfl_ext.data.transforms`); None takes the whole images. Where they say
+                how images are mixed, the targets are mixed already (`pfl_ext.data.mixing`).
         """
         x = None if self.cropping is None or crops is None else self.cropping(images, crops)
         if x is None:
             pixels, targets = self.task.augment(images, targets, crops, self.framing)
             x = self._normalised(pixels)
-        x = x if self._cutout is None else cut_out(x, crops, self._cutout)
+        x = mixed(x if self._cutout is None else cut_out(x, crops, self._cutout), crops)
         return x.contiguous(memory_format=self.memory_format), targets
 
     def _normalised(self, pixels: Tensor) -> Tensor:
@@ -363,6 +365,7 @@ class ImageClassifier(nn.Module):
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> dict[str, MetricValue]:
         """The scored ``loss`` as a pfl metric that adds up over batches, users and workers."""
+        assert not is_mixed(crops), "scores are of images and labels that are not mixed"
         x, targets = self.prepare(images, targets, without_keys(crops))
         losses, _ = self.task.scored(self.backbone(x), targets)
         return {"loss": Weighted(float(losses.sum()), len(images))}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
-from pfl_ext.data.transforms import CROP_COLUMNS, KEY_BITS
+from pfl_ext.data.transforms import CROP_COLUMNS, KEY_BITS, KEY_COLUMNS
 
 _KEYS: ContextVar[Tensor | None] = ContextVar("the keys of the images in a forward pass", default=None)
 _ELEMENTS = (nn.Dropout,)
@@ -57,7 +57,8 @@ def dropping(crops: Tensor | None) -> Iterator[None]:
     """In this context and thread, layers drop units by the keys in these crops; without keys, none.
 
     Args:
-        crops: ``[B, 6]`` or, with keys, ``[B, 8]``, of the images that go through the network in the context.
+        crops: ``[B, 6]`` or, with keys, ``[B, 8]`` or more, of the images that go through the network in the
+            context.
     """
     token = _KEYS.set(keys_in(crops))
     try:
@@ -70,12 +71,12 @@ def keys_in(crops: Tensor | None) -> Tensor | None:
     """The keys in crops, int64 ``[B]``; None if there are none. Arguments as for `dropping`."""
     if crops is None or crops.shape[1] == CROP_COLUMNS:
         return None
-    high, low = crops[:, CROP_COLUMNS:].to(torch.int64).unbind(1)
+    high, low = crops[:, CROP_COLUMNS : CROP_COLUMNS + KEY_COLUMNS].to(torch.int64).unbind(1)
     return high << KEY_BITS | low
 
 
 def without_keys(crops: Tensor | None) -> Tensor | None:
-    """The crops without keys, so that nothing is dropped or hidden. Arguments as for `dropping`."""
+    """The crops without keys, so that nothing is dropped, hidden or mixed. Arguments as for `dropping`."""
     return None if crops is None else crops[:, :CROP_COLUMNS]
 
 

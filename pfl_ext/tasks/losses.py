@@ -58,13 +58,18 @@ class TrainingLoss:
     label_smoothing: float = 0.0
     """Share a of a label that is spread: the cross-entropy is to the distribution with ``a / K`` at each
     class and ``1 - a`` more at the label (Szegedy et al. 2016, arXiv 1512.00567, section 7)."""
+    mixes: bool = False
+    """Whether images are mixed in training, and their labels with them (`pfl_ext.data.mixing`)."""
 
     @classmethod
-    def of(cls, config: LossConfig, classes: Sequence[str], label_smoothing: float = 0.0) -> TrainingLoss:
+    def of(
+        cls, config: LossConfig, classes: Sequence[str], label_smoothing: float = 0.0, mixes: bool = False
+    ) -> TrainingLoss:
         """The loss of a config for the classes in the order of the network's outputs.
 
         Raises:
-            ValueError: when a weight's class does not exist, or no class has any weight.
+            ValueError: when a weight's class does not exist, or no class has any weight; or for a focal loss
+                together with labels that are spread or mixed, for which it is not defined.
         """
         weights = None
         if config.class_weights:
@@ -84,7 +89,16 @@ class TrainingLoss:
                 "loss.focal_gamma and augment.label_smoothing both say what the loss of a label is: set one "
                 "of them to 0"
             )
-        return cls(config.focal_gamma, config.absent_gamma, config.absent_margin, weights, label_smoothing)
+        loss = cls(
+            config.focal_gamma, config.absent_gamma, config.absent_margin, weights, label_smoothing, mixes
+        )
+        if mixes and (loss.focal_gamma or loss.is_asymmetric):
+            raise ValueError(
+                "loss.focal_gamma, absent_gamma and absent_margin are for labels that are true or not, but "
+                "those of mixed images are true in part: leave them out, or set augment.mixup and "
+                "augment.cutmix to none"
+            )
+        return loss
 
     def check_for_classes(self) -> None:
         """Refuse what only labels have that may be present or absent.
@@ -114,7 +128,8 @@ class TrainingLoss:
     @property
     def is_plain(self) -> bool:
         """Whether it is plain cross-entropy."""
-        return not (self.is_asymmetric or self.focal_gamma or self.label_smoothing) and self.weights is None
+        other = self.is_asymmetric or self.focal_gamma or self.label_smoothing or self.mixes
+        return not other and self.weights is None
 
     @property
     def is_asymmetric(self) -> bool:
@@ -126,7 +141,8 @@ class TrainingLoss:
 
         Args:
             logits: float32 ``[B, K, ...]``.
-            classes: class numbers ``[B, ...]`` int64, or ``void``, where the loss is 0.
+            classes: class numbers ``[B, ...]`` int64, or ``void``, where the loss is 0; or, if ``mixes``, the
+                share of each class ``[B, K]`` float32, which add up to 1. These are then smoothed.
 
         Returns:
             ``[B, ...]``.

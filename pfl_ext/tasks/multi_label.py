@@ -23,10 +23,13 @@ from pfl_ext.tasks.task import Task, WeightedTask
 class MultiLabel(Task):
     """Binary cross-entropy of labels that are present (1) or not (0), the mean over images and labels.
 
+    A label of a mixed image (`pfl_ext.data.mixing`) is present in part: the loss is the mixture of both.
+
     The score is average precision, exact and with 200 thresholds (`pfl_ext.tasks.multi_label_scores`).
     """
 
     headline = ("C-AP", "O-AP")
+    mixable = True
 
     def __init__(self, loss: TrainingLoss = PLAIN) -> None:
         self._loss = loss
@@ -80,7 +83,16 @@ class MultiLabel(Task):
         return scores.shown(column)
 
     def reweighted(self) -> WeightedTask:
-        """`WeightedMultiLabel`."""
+        """`WeightedMultiLabel`.
+
+        Raises:
+            ValueError: where images are mixed; signed weights of two labels have no mixture.
+        """
+        if self._loss.mixes:
+            raise ValueError(
+                "federated.reweight weights present and absent labels differently, so several labels of two "
+                "images cannot be mixed: set it to none, or augment.mixup and augment.cutmix to none"
+            )
         return WeightedMultiLabel(self._loss)
 
 
@@ -92,6 +104,8 @@ class WeightedMultiLabel(WeightedTask, MultiLabel):
     whether the label is present, and its size is the weight ``w_bc > 0``. So plain targets are +1 and -1,
     with the plain multi-label loss. It is scored as `MultiLabel`, from annotations of 0 and 1.
     """
+
+    mixable = False
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets with the weights of each label scaled to a mean of 1 over the batch; equal shares."""

@@ -29,7 +29,9 @@ class SingleLabel(WeightedTask):
     """Softmax cross-entropy: ``sum_b w_b l_b / sum_b w_b`` (equation 4 of FedIR: Hsu, Qi, Brown 2020).
 
     Row b of the targets has ``w_b > 0`` at its class and 0 elsewhere; one-hot rows give the plain mean. The
-    score is accuracy.
+    score is accuracy. Where images are mixed, so are these rows: l_b is then the cross-entropy to a row over
+    its sum, and w_b that sum. With the rows' mixture ``s w_a y_a + (1 - s) w_c y_c`` this is the mixture of
+    both images' losses, ``s w_a l_a + (1 - s) w_c l_c``, over the same sum of weights.
 
     Args:
         loss: of an image. A weight ``w_b`` still multiplies all of it.
@@ -38,6 +40,7 @@ class SingleLabel(WeightedTask):
     headline = ("accuracy",)
     shares_of_images = ("accuracy",)
     exclusive = True
+    mixable = True
 
     def __init__(self, loss: TrainingLoss = PLAIN) -> None:
         self._loss = loss
@@ -49,11 +52,14 @@ class SingleLabel(WeightedTask):
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets, unchanged; the shares are the weights over their sum."""
-        weights = targets.float().amax(1)
+        weights = targets.float().sum(1) if self._loss.mixes else targets.float().amax(1)
         return targets, weights / weights.sum()
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss at the class, ``[B]``, without the weight, from logits and targets ``[B, K]``."""
+        if self._loss.mixes:
+            shares = targets.float() / targets.float().sum(1, keepdim=True)
+            return self._loss.of_classes(outputs.float(), shares)
         return self._loss.of_classes(outputs.float(), targets.argmax(1))
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,8 @@ class Task(ABC):
     """The columns of `summarise` by which models are judged, the first above all."""
     exclusive: ClassVar[bool] = False
     """Whether each image has exactly one label."""
+    mixable: ClassVar[bool] = False
+    """Whether the loss takes targets of `pfl_ext.data.mixing`, after `trained_by` a loss that ``mixes``."""
     outputs: ClassVar[Outputs] = "image"
     """The kind of outputs that a network must have."""
     lower_is_better: ClassVar[tuple[str, ...]] = ()

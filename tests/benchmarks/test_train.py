@@ -166,11 +166,12 @@ def test_rounds_follow_the_golden_trajectory(engine: str, train: Train) -> None:
 
 
 DROPPING = "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6"
+MIXING = "--augment.mixup=0.5 --augment.cutmix=1"
 
 
 @pytest.mark.parametrize(
     "config",
-    [f"fl-r-17 {DROPPING}", f"c-r-17 {DROPPING}", "fl-r-17 --federated.algorithm=scaffold"],
+    [f"fl-r-17 {DROPPING} {MIXING}", f"c-r-17 {DROPPING} {MIXING}", "fl-r-17 --federated.algorithm=scaffold"],
 )
 def test_killed_and_resumed_equals_uninterrupted(config: str, train: Train) -> None:
     """Predecessors 10 and 11: cohorts replayed, the model of one round taken for another's."""

@@ -44,6 +44,8 @@ SAMPLING = {
     "input_size": 224,
     "padding": "zero",
     "views": None,
+    "mixup": None,
+    "cutmix": None,
     "keys": False,
 }
 SCHEDULE = {

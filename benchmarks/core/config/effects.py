@@ -42,6 +42,8 @@ OF_TRAINED = {
     "names": "model.trained_names",
 }
 """The keys that only this value of ``model.trained`` reads."""
+MIXING = ("mixup", "cutmix")
+"""The keys of ``augment`` by which images of a batch are mixed."""
 OF_AVERAGE, OF_EMA = "evaluation.average_from_round", "evaluation.average_decay"
 """The keys that only an average of models reads, and only an exponential one."""
 Reasons = dict[str, str]
@@ -87,6 +89,10 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     """The rules that every benchmark shares."""
     yield idle_by_mode(config.mode)
     yield from (_idle_in_centralised if config.mode == "centralised" else _idle_in_federated)(config)
+    section = config.local if config.mode == "federated" else config.centralised
+    if section.batch_size == 1:
+        name = "local" if config.mode == "federated" else "centralised"
+        yield Idle("augment.mixup augment.cutmix", f"{name}.batch_size is 1", "raise it")
     if config.augment.crop != "padded":
         because = f"augment.crop is {config.augment.crop}"
         yield Idle("augment.padding", because, "set augment.crop to padded")
@@ -310,13 +316,14 @@ def _check_average(config: TrainingConfig) -> None:
 
 
 def _check_cutout(config: TrainingConfig) -> None:
-    side, size = config.augment.cutout, config.model.input_size
-    if side is None:
-        return
-    if side > size:
-        raise ValueError(f"augment.cutout is {side}, but must be at most model.input_size = {size}: lower it")
-    if config.augment.views is not None:
+    augment, size = config.augment, config.model.input_size
+    if augment.cutout is not None and augment.cutout > size:
         raise ValueError(
-            f"augment.cutout is {side} and augment.views is {config.augment.views}, but the two cannot "
-            "be combined: set one of them to none"
+            f"augment.cutout is {augment.cutout}, but must be at most model.input_size = {size}: lower it"
         )
+    for key in ("cutout", *MIXING):
+        if (value := getattr(augment, key)) is not None and augment.views is not None:
+            raise ValueError(
+                f"augment.{key} is {value:g} and augment.views is {augment.views}, but the two cannot be "
+                "combined: set one of them to none"
+            )

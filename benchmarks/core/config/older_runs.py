@@ -24,6 +24,8 @@ YOUNGER = {
     "augment.views": None,
     "augment.label_smoothing": 0.0,
     "augment.cutout": None,
+    "augment.mixup": None,
+    "augment.cutmix": None,
     "loss.focal_gamma": 0.0,
     "loss.absent_gamma": None,
     "loss.absent_margin": 0.0,

@@ -104,6 +104,11 @@ TABLE: Mapping[str, Rule] = {
     ),
     **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
     **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing cutout"),
+    **each(
+        "images are mixed only within a batch of one user, before the user's update is clipped",
+        "augment",
+        "mixup cutmix",
+    ),
     **each(BEFORE_CLIPPING, "loss", "focal_gamma absent_gamma absent_margin"),
     "loss.class_weights": only(
         "they may have been counted on the same users' labels, without any noise", None

@@ -355,12 +355,17 @@ def test_dropout_and_what_has_no_room_are_refused() -> None:
         FedGKT.check(chosen)
     dropping: Any = SimpleNamespace(
         module=SimpleNamespace(backbone=module().backbone, task=SingleLabel()),
-        users=SimpleNamespace(sampling=SimpleNamespace(keys=True)),
+        users=SimpleNamespace(sampling=SimpleNamespace(keys=True, mixes=False)),
         cohort_size=4,
         options=FedGKTOptions(),
     )
     with pytest.raises(
         ValueError, match=r"fedgkt does not support dropout and cutout: set model.dropout to false and"
+    ):
+        FedGKT.check(dropping)
+    dropping.users.sampling.mixes = True
+    with pytest.raises(
+        ValueError, match=r"mixed images have none: set augment.mixup and augment.cutmix to none"
     ):
         FedGKT.check(dropping)
     dropping.module.task = MultiLabel()

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from safetensors.torch import load_file
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.fedma import FedMA
 from pfl_ext.algorithms.matching import alive, neurons, reordered
+from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.data.user_images import UserImages
+from pfl_ext.tasks.single_label import SingleLabel
 from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_at
 from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import last_checkpoint, lines, results
@@ -52,6 +56,19 @@ def test_copies_in_another_order_are_averaged_to_the_network(
     for name, tensor in first[0].items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8)
     assert all(line["moved"] > 0 for line in lines(directory)[:4])
+
+
+def test_images_with_a_class_are_counted_before_they_are_mixed() -> None:
+    labels = np.eye(4, dtype=np.uint8)[[0, 2, 2, 3, 2]]
+    sampling, rng = (
+        LocalSampling(input_size=4, batch_size=5, mixup=1.0),
+        np.random.Generator(np.random.Philox(1)),
+    )
+    user = UserImages(np.zeros((5, 4, 4, 3), np.uint8), labels, "user", sampling, rng)
+    users = SimpleNamespace(set_round=lambda number: None, user_dataset=lambda number: user)
+    context = SimpleNamespace(users=users, module=SimpleNamespace(task=SingleLabel()))
+    algorithm: Any = SimpleNamespace(context=context)
+    assert FedMA._labels(algorithm, 0, 0).tolist() == [1, 0, 3, 1]
 
 
 @pytest.mark.parametrize("engine", ["stock", "fast"])

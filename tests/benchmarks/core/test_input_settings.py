@@ -64,6 +64,16 @@ def test_cutout_is_part_of_the_config_and_has_images_bring_keys() -> None:
     assert parse(["--mode=centralised", "--augment.cutout=5"]).config.keys
 
 
+@pytest.mark.parametrize("key", ["mixup", "cutmix"])
+def test_mixing_is_part_of_the_config_and_of_a_users_sampling(key: str) -> None:
+    assert key not in config_tree(parse([]).config)["augment"]
+    other = parse([f"--augment.{key}=0.5"]).config
+    tree = config_tree(other)
+    assert tree["augment"][key] == 0.5
+    assert VISION.read(tree, "config.yaml") == other
+    assert getattr(other.sampling, key) == 0.5
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -79,19 +89,39 @@ def test_cutout_is_part_of_the_config_and_has_images_bring_keys() -> None:
                 "of them to"
             ),
         ),
+        (["--augment.mixup=0"], r"augment\.mixup is '0'"),
+        (["--augment.cutmix=inf"], r"augment\.cutmix is 'inf'"),
+        (
+            ["--augment.mixup=1", "--model.trained=head", "--augment.flip=horizontal", "--augment.views=2"],
+            "augment.mixup is 1 and augment.views is 2, but the two cannot be combined",
+        ),
+        (
+            ["--augment.cutmix=1", "--local.batch_size=1"],
+            r"augment\.cutmix has no effect where local\.batch_size is 1: remove it, or raise it",
+        ),
+        (
+            ["--augment.mixup=1", "--mode=centralised", "--centralised.batch_size=1"],
+            r"augment\.mixup has no effect where centralised\.batch_size is 1",
+        ),
+        (
+            ["--augment.mixup=1", "--federated.algorithm=fedncm"],
+            r"augment\.mixup has no effect where federated\.algorithm is fedncm",
+        ),
     ],
 )
-def test_squares_that_could_not_be_hidden_are_refused(words: list[str], message: str) -> None:
+def test_squares_and_mixtures_that_could_not_be_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse(words)
     assert "\n" not in str(caught.value)
 
 
-def test_features_are_not_kept_where_squares_are_hidden() -> None:
+@pytest.mark.parametrize("word", ["cutout=5", "mixup=0.2", "cutmix=1"])
+def test_features_are_not_kept_where_squares_are_hidden_or_images_mixed(word: str) -> None:
     words = ["--model.trained=head", "--augment.flip=none", "--model.input_size=32", "--data.image_size=32"]
     words += ["--augment.crop=crop"]
     assert reason_against(parse(words).config) is None
-    assert reason_against(parse([*words, "--augment.cutout=5"]).config) == "augment.cutout is 5"
+    reason = f"augment.{word.replace('=', ' is ')}"
+    assert reason_against(parse([*words, f"--augment.{word}"]).config) == reason
 
 
 def test_padding_is_refused_where_no_crop_is_padded() -> None:
@@ -103,7 +133,7 @@ def test_padding_is_refused_where_no_crop_is_padded() -> None:
 def test_private_runs_take_every_normalisation_that_is_not_of_the_data(privacy: list[str]) -> None:
     words = ["--federated.weighting=users", "--local.max_images=10", *privacy]
     for name in ("imagenet", "none", "half"):
-        dropout = ["--model.dropout=true", "--model.arch=vgg9", "--augment.cutout=8"]
+        dropout = ["--model.dropout=true", "--model.arch=vgg9", "--augment.cutout=8", "--augment.mixup=1"]
         parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect", *dropout])
     with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data \(the mean"):
         parse([*words, "--model.normalisation=data"])

@@ -49,6 +49,14 @@ def test_focus_changes_training_and_not_how_its_models_are_scored(train: Train) 
             "loss.absent_gamma has no effect where loss.focal_gamma is 2, too",
             ("--loss.focal_gamma=2", "--loss.absent_gamma=2"),
         ),
+        (
+            "those of mixed images are true in part: leave them out, or set augment.mixup and",
+            ("--loss.focal_gamma=2", "--augment.mixup=0.2"),
+        ),
+        (
+            "several labels of two images cannot be mixed: set it to none, or augment.mixup and",
+            ("--federated.reweight=fedir", "--augment.cutmix=1"),
+        ),
         ("loss.absent_margin is '1': input should be less than 1", ("--loss.absent_margin=1",)),
         (
             "privacy refuses loss.class_weights.food = 2.0",

@@ -191,6 +191,10 @@ def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_va
         (["--data.partition=nope"], "has no partition 'nope'"),
         (["--augment.padding=reflect"], "boxes cannot be mirrored at the border of an image: set it to zero"),
         (["--model.init=keras"], "a chance of 1/2 at every place of an image: choose torchvision"),
+        (
+            ["--augment.mixup=1"],
+            "mix labels of whole images, which Detection does not have: set both to none",
+        ),
         (["--model.dropout=true"], "has no dropout: set model.dropout to false"),
         *(
             ([f"--federated.algorithm={name}"], "ends in a convolution")

@@ -47,6 +47,10 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "SCAFFOLD after the step": {"scaffold": ("II", "step")},
     "FedDyn": {"dynamic": 0.3},
     "single label": {"task": SingleLabel(TrainingLoss(label_smoothing=0.1))},
+    "mixed images": {
+        "task": SingleLabel(TrainingLoss(mixes=True)),
+        "sampling": local_sampling(input_size=10, batch_size=4, mixup=0.5, cutmix=1.0),
+    },
 }
 
 

@@ -142,8 +142,30 @@ def test_smoothing_and_focusing_exclude_each_other() -> None:
         TrainingLoss.of(LossConfig(focal_gamma=2), CLASSES, label_smoothing=0.1)
 
 
+@pytest.mark.parametrize("words", [{"focal_gamma": 2.0}, {"absent_gamma": 4.0}, {"absent_margin": 0.1}])
+def test_mixed_labels_and_focusing_exclude_each_other(words: dict[str, float]) -> None:
+    with pytest.raises(
+        ValueError, match=r"labels that are true or not, .* set augment.mixup and augment.cutmix"
+    ):
+        TrainingLoss.of(LossConfig(**words), CLASSES, mixes=True)  # type: ignore[arg-type]
+
+
+def test_several_mixed_labels_have_the_mixture_of_both_losses_and_no_weights_by_fedir() -> None:
+    draw = torch.Generator().manual_seed(3)
+    outputs = torch.randn(6, 3, generator=draw)
+    labels, others, share = torch.randint(0, 2, (6, 3), generator=draw), torch.arange(5, -1, -1), 0.3
+    weights = torch.tensor([1.0, 3.0, 0.5])
+    task = MultiLabel().trained_by(TrainingLoss(weights=weights, mixes=True))
+    own, other = (task.image_losses(outputs, targets) for targets in (labels, labels[others]))
+    found = task.image_losses(outputs, share * labels + (1 - share) * labels[others])
+    torch.testing.assert_close(found, share * own + (1 - share) * other)
+    with pytest.raises(ValueError, match=r"federated.reweight weights present and absent labels differently"):
+        task.reweighted()
+
+
 def test_the_default_is_plain() -> None:
     assert TrainingLoss.of(LossConfig(), CLASSES).is_plain
     assert PLAIN.is_plain
     for words in ({"focal_gamma": 1.0}, {"absent_margin": 0.1}, {"class_weights": WEIGHTS}):
         assert not TrainingLoss.of(LossConfig(**words), CLASSES).is_plain
+    assert not TrainingLoss.of(LossConfig(), CLASSES, mixes=True).is_plain

@@ -68,6 +68,25 @@ def test_smoothed_losses_are_torchs_and_scores_are_without(smoothing: float) -> 
     assert module.loss(*batch).item() != plain_loss
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("of_classes", [None, torch.arange(1.0, CLASSES + 1)])
+def test_the_loss_of_mixed_images_is_the_mixture_of_their_losses(
+    smoothing: float, of_classes: Tensor | None
+) -> None:
+    """With weights of images, too; mixing smoothed labels is smoothing mixed ones."""
+    draw = torch.Generator().manual_seed(6)
+    logits, labels = 3 * torch.randn(7, CLASSES, generator=draw), torch.arange(7) % CLASSES
+    weights, others, share = torch.arange(1.0, 8), torch.tensor([3, 1, 6, 2, 0, 4, 5]), 0.7
+    rows = nn.functional.one_hot(labels, CLASSES) * weights[:, None]
+    hard = SingleLabel(TrainingLoss(label_smoothing=smoothing, weights=of_classes))
+    task = hard.trained_by(TrainingLoss(label_smoothing=smoothing, weights=of_classes, mixes=True))
+    own, other = (hard.image_losses(logits, targets) for targets in (rows, rows[others]))
+    expected = (share * weights * own + (1 - share) * weights[others] * other).sum() / weights.sum()
+    found = task.loss(logits, share * rows + (1 - share) * rows[others])
+    assert found.item() == pytest.approx(expected.item(), rel=2.0**-20)
+    assert task.loss(logits, rows).item() == pytest.approx(hard.loss(logits, rows).item(), rel=2.0**-20)
+
+
 @pytest.mark.parametrize("task", [MultiLabel(), WeightedMultiLabel()])
 def test_labels_that_do_not_exclude_each_other_are_not_smoothed(task: Task) -> None:
     with pytest.raises(ValueError, match=r"set augment.label_smoothing, which is 0.1, to 0") as caught:
