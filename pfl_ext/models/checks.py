@@ -10,13 +10,19 @@ from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import outputs_of
-from pfl_ext.models.probing import before_each
+from pfl_ext.models.probing import agree, before_each, two_images
 from pfl_ext.models.trained import LAYERS, head_of, new_part
+
+APART = 1e-3
+"""Relative difference of outputs by which rounding in a pass of one image and of two may differ."""
 
 
 @torch.no_grad()
 def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int) -> list[str]:
     """Refuse a network that cannot take such images, has other outputs than labels, or draws numbers itself.
+
+    One that mixes the images of a batch is refused, too: a batch may hold images of several users, and what
+    bounds a user in private training would not bound its effect on the others' updates.
 
     Args:
         backbone: takes images ``[1, 3, S, S]``; put in training mode, where it may draw.
@@ -32,9 +38,11 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
     """
     ran, state = list[str](), torch.get_rng_state()
     layers = [(name, layer) for name, layer in backbone.named_modules() if isinstance(layer, LAYERS)]
+    images = two_images(input_size).permute(0, 3, 1, 2) / 255
     try:
         with before_each(layers, lambda name, *_: ran.append(name)):
-            outputs = backbone.train()(torch.zeros(1, 3, input_size, input_size))
+            outputs = backbone.train()(images[:1])
+        together = None if outputs_of(arch) == "boxes" else backbone(images)
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise wrong_side(arch, input_size, fault) from fault
     if not state.equal(torch.get_rng_state()):
@@ -48,6 +56,11 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
         raise ValueError(
             f"model.arch is {arch}, which has {outputs.shape[1]:,} outputs, but there are {num_labels:,} "
             "classes: give its last layer as many outputs, or choose another network"
+        )
+    if together is None or len(together) != 2 or not agree(together[:1], outputs, APART):
+        raise ValueError(
+            f"model.arch is {arch}, whose outputs for an image depend on the other images of its batch: use "
+            "nn.BatchNorm2d, which is replaced here, or a norm of each image, such as nn.GroupNorm"
         )
     return ran
 
