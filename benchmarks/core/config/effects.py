@@ -301,9 +301,9 @@ def _check_average(config: TrainingConfig) -> None:
         )
     if held_out := getattr(federated.chosen_options, "held_out", 0):
         raise ValueError(
-            f"evaluation.average is {evaluation.average}, but federated.options.held_out is {held_out:g}, and "
-            f"on these images {federated.name} scores the server's own model and not the average: set one of "
-            "them to its default"
+            f"evaluation.average is {evaluation.average}, but federated.options.held_out is {held_out:g}, "
+            f"and on these images {federated.name} scores the server's own model and not the average: set "
+            "one of them to its default"
         )
     if evaluation.average_from_round >= federated.num_rounds:
         raise ValueError(

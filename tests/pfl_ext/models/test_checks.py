@@ -76,6 +76,8 @@ def test_a_network_that_mixes_the_images_of_a_batch_is_refused() -> None:
 class Counting(nn.Module):
     """Keeps a sum over images in a new tensor."""
 
+    total: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(()))
