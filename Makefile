@@ -67,7 +67,9 @@ TRAIN    = $(LAUNCH) -m benchmarks.flair.train
 WORKERS  = workers-given $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
 SWEEP  ?= learning-rates
 LOCAL  ?=
-FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
+# A path in quotes, for names with blanks; then it is here that ~ becomes the home folder, where the shell has not done so.
+path    = '$(patsubst ~/%,$(HOME)/%,$(1))'
+FILE    = $(if $(filter file,$(origin DATA)),,--data_path $(call path,$(DATA)))
 # ALGORITHM=scaffold and the like take the place of the config's own.
 INSTEAD = $(if $(ALGORITHM),--federated.algorithm '$(ALGORITHM)')
 SEED   ?= 0
@@ -194,27 +196,27 @@ opacus-peer: $(OPACUS) ## train a published private row with opacus: ARGS="--row
 
 ##@ FLAIR (without a data file: the mini data set; then make compare)
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
-	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
+	$(PY) -m dataset.flair.download_preprocess --output_file $(call path,$(DATA)) $(ARGS)
 
 flair-fl: federated-given $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ALGORITHM=scaffold | ..., NP=2, ARGS="--key value ..."
-	@$(TRAIN) --config $(or $(CONFIG),fl-r-17) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
+	@$(TRAIN) --config $(call path,$(or $(CONFIG),fl-r-17)) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
 flair-pfl: federated-given $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
-	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
+	@$(TRAIN) --config $(call path,$(or $(CONFIG),pfl-r-17)) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
 flair-c: one-process $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
-	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(SEEDED) $(ARGS)
+	@$(PY) -m benchmarks.flair.train --config $(call path,$(or $(CONFIG),c-r-17)) $(FILE) $(SEEDED) $(ARGS)
 
 flair-table1: $(READY) ## run Table 1 (resumable), then report and figures: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
 	@$(PY) -m benchmarks.flair.table1 $(if $(SETTINGS),--settings $(SETTINGS)) $(if $(SEEDS),--seeds $(SEEDS)) \
-	  $(if $(SCALE),--scale $(SCALE)) $(FILE) $(if $(WEIGHTS),--weights $(WEIGHTS)) -- $(ARGS)
+	  $(if $(SCALE),--scale $(SCALE)) $(FILE) $(if $(WEIGHTS),--weights $(call path,$(WEIGHTS))) -- $(ARGS)
 
 flair-figures: $(READY) ## draw the paper's figures into OUT=figures, from DATA and from RUNS="runs/table1-..." (default: runs)
 	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(or $(FILE),--data_path $(or $(wildcard $(DATA)),mini)) \
-	  --output_dir $(or $(OUT),figures)
+	  --output_dir $(call path,$(or $(OUT),figures))
 
 flair-sweep: np-given $(READY) ## hyperparameter sweep: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
-	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) $(FILE) $(ARGS)
+	@$(PY) -m benchmarks.sweep $(call path,$(SWEEP)) $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) $(FILE) $(ARGS)
 
 # Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks | cifar10_pfl, into data/$(DATASET).hdf5.
 DATASET ?= cifar10
@@ -232,16 +234,16 @@ vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 |
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 vision-fl: federated-given $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
-	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
+	@$(LAUNCH) -m $(VISION).train --config $(call path,$(or $(CONFIG),cifar10-fedavgm)) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
 vision-c: one-process $(READY) ## centralised training on the same data: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
-	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(FILE) $(SEEDED) $(ARGS)
+	@$(PY) -m $(VISION).train --config $(call path,$(or $(CONFIG),cifar10-centralised)) $(FILE) $(SEEDED) $(ARGS)
 
 vision-report: $(READY) ## compare runs with the paper's tables, with curves: RUNS="runs/vision", OUT=report
-	@$(PY) -m $(VISION).report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
+	@$(PY) -m $(VISION).report $(or $(RUNS),runs) --output_dir $(call path,$(or $(OUT),report)) $(ARGS)
 
 vision-sweep: np-given $(READY) ## sweep the paper's grid of effective learning rate and momentum; LOCAL=1: no wandb
-	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
+	@$(PY) -m benchmarks.sweep $(call path,$(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate)) \
 	  --program $(VISION).train \
 	  $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) $(FILE) $(ARGS)
 
@@ -271,17 +273,17 @@ fedcv-task-given:
 OWN = $(if $(CONFIG)$(findstring -,$(ALGORITHM)),,$(filter $(ALGORITHM),$(basename $(notdir $(wildcard benchmarks/fedcv/$(TASK)/configs/*.yaml)))))
 FEDCV_CONFIG = $(or $(CONFIG),$(OWN),$(if $(filter classification,$(TASK)),$(if $(ALGORITHM),fedavg)))
 fedcv-fl: federated-given fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=scaffold | dsgd | ..., NP=2
-	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(FEDCV_CONFIG),--config '$(FEDCV_CONFIG)') $(FILE) $(if $(OWN),,$(INSTEAD)) $(SEEDED) $(ARGS)
+	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(FEDCV_CONFIG),--config $(call path,$(FEDCV_CONFIG))) $(FILE) $(if $(OWN),,$(INSTEAD)) $(SEEDED) $(ARGS)
 
 fedcv-c: one-process fedcv-task-given $(READY) ## centralised training on the same data: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
-	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(SEEDED) $(ARGS)
+	@$(PY) -m benchmarks.fedcv.$(TASK).train --config $(call path,$(or $(CONFIG),$(CENTRAL_$(TASK)))) $(FILE) $(SEEDED) $(ARGS)
 
 fedcv-report: $(READY) ## compare runs of FedCV's tasks with the paper, in one table: RUNS="runs/fedcv", OUT=report
-	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
+	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(call path,$(or $(OUT),report)) $(ARGS)
 
 ##@ Compare, and reproduce published numbers
 compare: $(READY) ## compare runs of any benchmark in one HTML page, with PNG, CSV and LaTeX: RUNS="a b", OUT=compare
-	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(or $(OUT),compare) $(ARGS)
+	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(call path,$(or $(OUT),compare)) $(ARGS)
 
 ROW ?=
 published: $(WORKERS) ## reproduce a published number: ROW=niid-fedavg-dirichlet-fn SEED=0, DATA=F; resumable; the result is kept in the repository

@@ -75,6 +75,20 @@ def test_compare_gets_the_runs_and_a_folder(tmp_path: Path) -> None:
     assert asked(tmp_path, "compare", "RUNS=a b", "OUT=c") == "-m benchmarks.compare a b --output_dir c\n"
 
 
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (("compare", "RUNS=a", "OUT=b c"), "--output_dir 'b c'"),
+        (("flair-data", "DATA=b c/d.hdf5"), "--output_file 'b c/d.hdf5'"),
+        (("flair-fl", "CONFIG=b c.yaml", "DATA=~/d.hdf5"), f"'b c.yaml' --data_path '{Path.home()}/d.hdf5'"),
+        (("flair-table1", "WEIGHTS=b c"), "--weights 'b c'"),
+        (("flair-sweep", "SWEEP=b c.yaml"), "sweep 'b c.yaml'"),
+    ],
+)
+def test_a_path_may_have_blanks_or_begin_at_home(words: tuple[str, ...], expected: str) -> None:
+    assert expected in run_make(ROOT, "-n", *words).stdout
+
+
 def test_a_given_data_file_that_does_not_exist_ends_in_one_line(tmp_path: Path) -> None:
     ended = make(tmp_path, "flair-fl", "DATA=nowhere.hdf5")
     assert ended.returncode == 2

@@ -10,13 +10,20 @@ from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import outputs_of
-from pfl_ext.models.probing import before_each
+from pfl_ext.models.probing import agree, before_each, two_images
 from pfl_ext.models.trained import LAYERS, head_of, new_part
+
+APART = 1e-4
+"""Relative difference of outputs by which rounding in a pass of one image and of two may differ."""
 
 
 @torch.no_grad()
 def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int) -> list[str]:
     """Refuse a network that cannot take such images, has other outputs than labels, or draws numbers itself.
+
+    One that mixes the images of a batch is refused, too: a batch may hold images of several users, and what
+    bounds a user in private training would not bound its effect on the others' updates. So is one whose
+    buffers change in a pass: they would hold users' images in the model, without being part of any update.
 
     Args:
         backbone: takes images ``[1, 3, S, S]``; put in training mode, where it may draw.
@@ -32,9 +39,12 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
     """
     ran, state = list[str](), torch.get_rng_state()
     layers = [(name, layer) for name, layer in backbone.named_modules() if isinstance(layer, LAYERS)]
+    images = two_images(input_size).permute(0, 3, 1, 2) / 255
+    buffers = {name: buffer.clone() for name, buffer in backbone.named_buffers()}
     try:
         with before_each(layers, lambda name, *_: ran.append(name)):
-            outputs = backbone.train()(torch.zeros(1, 3, input_size, input_size))
+            outputs = backbone.train()(images[:1])
+        together = None if outputs_of(arch) == "boxes" else backbone(images)
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise wrong_side(arch, input_size, fault) from fault
     if not state.equal(torch.get_rng_state()):
@@ -42,12 +52,23 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
             f"model.arch is {arch}, which draws random numbers from torch's generator, so a resumed run "
             "would differ: use nn.Dropout or torchvision's StochasticDepth there, with model.dropout true"
         )
+    after = dict(backbone.named_buffers())  # and what the first pass keeps for the others
+    if changed := [name for name, before in buffers.items() if not before.equal(after.get(name, before))]:
+        raise ValueError(
+            f"model.arch is {arch}, whose buffer {changed[0]} changes with each batch of users' images: use "
+            "nn.BatchNorm2d, which is replaced here, or a norm without track_running_stats"
+        )
     if outputs_of(arch) == "boxes" or not isinstance(outputs, Tensor) or outputs.ndim < 2:
         return ran
     if outputs.shape[1] != num_labels:
         raise ValueError(
             f"model.arch is {arch}, which has {outputs.shape[1]:,} outputs, but there are {num_labels:,} "
             "classes: give its last layer as many outputs, or choose another network"
+        )
+    if together is None or len(together) != 2 or not agree(together[:1], outputs, APART):
+        raise ValueError(
+            f"model.arch is {arch}, whose outputs for an image depend on the other images of its batch: use "
+            "nn.BatchNorm2d, which is replaced here, or a norm of each image, such as nn.GroupNorm"
         )
     return ran
 

@@ -91,6 +91,10 @@ def test_algorithms_without_a_model_of_the_server_refuse_it(refused: Refused) ->
             "must be below centralised.num_epochs = 3",
         ),
         (("--evaluation.average=ema", "--evaluation.average_decay=1"), "evaluation.average_decay"),
+        (
+            ("--evaluation.average=ema", "--federated.algorithm=moon", "--federated.options.held_out=0.2"),
+            "on these images moon scores the server's own model and not the average",
+        ),
     ],
 )
 def test_what_has_no_effect_or_cannot_be_is_one_line(

@@ -53,6 +53,55 @@ def test_masks_of_other_classes_are_refused() -> None:
         build_backbone(ModelConfig("of_pixels", 8), 5, torch.Generator().manual_seed(0))
 
 
+class OwnStatistics(nn.Module):
+    """A norm over the images of a batch, which is no type of torch's that could be replaced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, ...]`` -> the same shape."""
+        return x - x.mean(0)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_network_that_mixes_the_images_of_a_batch_is_refused() -> None:
+    @NETWORKS.register("mixing")
+    def mixing(num_labels: int, input_size: int) -> nn.Module:
+        return nn.Sequential(OwnStatistics(), nn.Flatten(), nn.Linear(3 * input_size**2, num_labels))
+
+    with pytest.raises(
+        ValueError, match=r"^model\.arch is mixing, whose outputs for an image depend on the other"
+    ):
+        build_backbone(ModelConfig("mixing", 8), 5, torch.Generator().manual_seed(0))
+
+
+class Counting(nn.Module):
+    """Keeps a sum over images in a new tensor."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` itself."""
+        self.total = self.total + x.sum()
+        return x
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("tracked", ["running_mean", "total"])
+def test_a_network_with_buffers_that_change_in_training_is_refused(tracked: str) -> None:
+    """They would be released without clipping and noise."""
+
+    @NETWORKS.register("tracking")
+    def tracking(num_labels: int, input_size: int) -> nn.Module:
+        layer = Counting() if tracked == "total" else nn.InstanceNorm2d(3, track_running_stats=True)
+        return nn.Sequential(layer, nn.Flatten(), nn.Linear(3 * input_size**2, num_labels))
+
+    with pytest.raises(ValueError, match=f"^model.arch is tracking, whose buffer 0.{tracked} changes with "):
+        build_backbone(ModelConfig("tracking", 8), 5, torch.Generator().manual_seed(0))
+
+
 class OwnHead(nn.Module):
     """Features of a linear layer, and a head that is defined before it or after it."""
 
