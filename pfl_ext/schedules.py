@@ -108,3 +108,11 @@ class DecayConfig(ScheduleConfig):
 
     schedule: Decay = "constant"
     """The learning rate over rounds or epochs: constant or falling; it does not restart with each user."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class LayerDecayConfig:
+    """Learning rates that fall from the head to the first layers (`pfl_ext.models.depths`)."""
+
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Learning rate of a block divided by that of the next one, up to the head; 1: the same for all."""

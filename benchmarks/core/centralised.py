@@ -45,7 +45,8 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
     if is_main():
         print(f"training is computed in {computed}")
     central = run.config.centralised
-    groups = module.rate_groups(central.learning_rate, central.head_rate_factor)
+    rates = central.learning_rate, central.head_rate_factor, central.layer_decay
+    groups = module.rate_groups(*rates)
     optimizer = central.build(groups, AdamOptions("keras"))
     return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp), computed
 

@@ -53,6 +53,7 @@ from pfl_ext.engine.card import ieee_float32
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.dropout import count_left_out
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, adapters_in_words, merged
+from pfl_ext.models.positions import resized_in
 from pfl_ext.models.trained import untrained_head
 from pfl_ext.tasks import score_kinds
 from pfl_ext.tasks.task import Task
@@ -270,6 +271,8 @@ def _train(
             f"{experiment.description()}) on {data_path}, device {get_default_device()}, into {files.path}",
             flush=True,
         )
+        if resized := resized_in(module):
+            print(resized)
         if left_out := count_left_out(module):
             print(
                 f"dropout of {config.model.arch} is removed (layers: {left_out}); --model.dropout true "

@@ -31,6 +31,7 @@ from pfl_ext.data.normalisation import FIXED, Scale, scale_of
 from pfl_ext.models.checks import check_groups, check_head_rate
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.decoders import encoder_of, outputs_of
+from pfl_ext.models.depths import check_layer_decay
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.losses import TrainingLoss
@@ -298,6 +299,8 @@ def build_model(
     for section in ("local", "server", "centralised") if model.parties is None else ():
         key = f"{section}.head_rate_factor"
         check_head_rate(backbone, key, getattr(config, section).head_rate_factor)
+    check_layer_decay(backbone, model, "local.layer_decay", config.local.layer_decay)
+    check_layer_decay(backbone, model, "centralised.layer_decay", config.centralised.layer_decay)
     scale = FIXED.get(model.normalisation)
     if scale is None:
         if split is None:

@@ -14,15 +14,22 @@ from benchmarks.core.weights import weights_facts
 from dataset.cli import cores
 from dataset.store.hdf5 import DataFile
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
+from pfl_ext.models.positions import resized_in
 from pfl_ext.processor import processor_model
 
 
 @torch.no_grad()
 def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path | None) -> Tree:
-    """Facts of a network before its first step: weights, size, normalisation, a checksum of its outputs."""
+    """Facts of a network before its first step: weights, size, normalisation, a checksum of its outputs.
+
+    ``weights`` also says from and to which images a position embedding was interpolated.
+    """
+    begun, resized = weights_facts(config, weights), resized_in(module)
+    if begun is not None and resized is not None:
+        begun["position_embedding"] = resized.facts
     norms = Counter(type(m).__name__ for m in module.modules() if "Norm" in type(m).__name__)
     return {
-        "weights": weights_facts(config, weights),
+        "weights": begun,
         "parameters": sum(p.numel() for p in module.parameters()),
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "input": {

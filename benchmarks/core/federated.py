@@ -49,6 +49,9 @@ from pfl_ext.rules import refuse
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work, current, is_main, worker_seconds
 
+OTHER_RATES = ("head_rate_factor", "layer_decay")
+"""Keys of ``local`` that give layers different learning rates, unless they are 1."""
+
 
 def sampler(config: TrainingConfig) -> Sampler:
     """How cohorts are drawn."""
@@ -100,7 +103,8 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     optimizer = config.server.build(groups, config.server.chosen_options)
 
     def of_user(_: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        return config.local.new_optimizer(module.rate_groups(lr, config.local.head_rate_factor), lr)
+        local = config.local
+        return local.new_optimizer(module.rate_groups(lr, local.head_rate_factor, local.layer_decay), lr)
 
     return PyTorchModel(module, of_user, optimizer, amp_dtype=precision_of(run, module))
 
@@ -136,7 +140,7 @@ def setup(
         module=module,
         users=users,
         seed=config.seed,
-        has_head_rate=config.local.head_rate_factor != 1,
+        rate_keys=tuple(f"local.{key}" for key in OTHER_RATES if getattr(config.local, key) != 1),
         clips_all=config.local.global_max_grad_norm is not None,
         is_sgd=config.local.optimizer == "sgd",
         momentum=config.local.momentum,

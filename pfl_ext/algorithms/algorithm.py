@@ -75,8 +75,8 @@ class Setup:
     module: ImageClassifier
     users: FederatedImageDataset
     seed: int = 0
-    has_head_rate: bool = False
-    """Whether the head has another local learning rate than the other layers."""
+    rate_keys: tuple[str, ...] = ()
+    """The keys of the config by which layers have different local learning rates."""
     clips_all: bool = False
     """Whether users clip the gradients of all variables together, by one norm."""
     is_sgd: bool = True

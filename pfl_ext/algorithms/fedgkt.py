@@ -167,10 +167,10 @@ class FedGKT(Algorithm[GKTState]):
                 "fedgkt does not support dropout and cutout: set model.dropout to false and "
                 "augment.cutout to none"
             )
-        if setup.has_head_rate:
+        if setup.rate_keys:
             raise ValueError(
                 "with fedgkt the server trains the last layers at the rate "
-                "federated.options.server_learning_rate: set local.head_rate_factor to 1"
+                f"federated.options.server_learning_rate: set {' and '.join(setup.rate_keys)} to 1"
             )
         if users.total_images != users.partition.sizes.sum():
             raise ValueError("fedgkt trains on all images of a client: set local.max_images to none")

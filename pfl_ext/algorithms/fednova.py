@@ -109,10 +109,10 @@ class FedNova(OnPfl):
                 "FedNova divides by the sum of the weights that steps of sgd give to gradients: set "
                 "local.optimizer to sgd"
             )
-        if setup.options.mu and setup.has_head_rate:
+        if setup.options.mu and setup.rate_keys:
             raise ValueError(
-                "FedNova with federated.mu needs a single learning rate: set local.head_rate_factor to "
-                "1, or federated.mu to none"
+                "FedNova with federated.mu needs a single learning rate: set "
+                f"{' and '.join(setup.rate_keys)} to 1, or federated.mu to none"
             )
 
     @classmethod

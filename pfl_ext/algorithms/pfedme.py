@@ -79,9 +79,10 @@ class PFedMe(Personalised):
             ValueError: one line with the reason.
         """
         super().check(setup)
-        if setup.has_head_rate:
+        if setup.rate_keys:
             raise ValueError(
-                "pfedme trains all layers with the same learning rate: set local.head_rate_factor to 1"
+                "pfedme trains all layers with the same learning rate: set "
+                f"{' and '.join(setup.rate_keys)} to 1"
             )
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:

@@ -67,10 +67,10 @@ class QFFL(ByLoss):
                     "or leave lipschitz out"
                 )
             return
-        if setup.has_head_rate and setup.options.lipschitz is None:
+        if setup.rate_keys and setup.options.lipschitz is None:
             raise ValueError(
                 "qffl divides by the local learning rate, so there must be only one: set "
-                "local.head_rate_factor to 1, or set federated.options.lipschitz"
+                f"{' and '.join(setup.rate_keys)} to 1, or set federated.options.lipschitz"
             )
         if not setup.is_sgd and setup.options.lipschitz is None:
             raise ValueError(

@@ -20,14 +20,14 @@ from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.transfer import pinned
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.rules import Correction, Rule
-from pfl_ext.schedules import DecayConfig
+from pfl_ext.schedules import DecayConfig, LayerDecayConfig
 from pfl_ext.tasks.task import Task
 
 LocalClipping = Literal["none", "variable", "global"]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class LocalSGDConfig(DecayConfig):
+class LocalSGDConfig(LayerDecayConfig, DecayConfig):
     """Gradient descent on one user's images."""
 
     learning_rate: PositiveFloat = 0.1
@@ -54,7 +54,8 @@ class LocalSGDConfig(DecayConfig):
     def new_optimizer(self, params: ParamsT, lr: float) -> torch.optim.Optimizer:
         """A new optimiser with this learning rate. The caller clips by the norm of all gradients together.
 
-        The groups of ``params`` already contain `head_rate_factor` (`ImageClassifier.rate_groups`).
+        The groups of ``params`` already contain `head_rate_factor` and `layer_decay`, see
+        `ImageClassifier.rate_groups`.
         """
         kind: Any = torch.optim.SGD
         more: dict[str, Any] = {"momentum": self.momentum}

@@ -31,13 +31,14 @@ from pfl_ext.models.checks import check_last_layer, check_own_frozen, check_size
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
+from pfl_ext.models.depths import Depths
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, LeftOut, dropping, keyed, leave_out_of_attention, without_keys
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
 from pfl_ext.models.standardised import Standardised, standardised_in
-from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, new_part, part_of_classes
+from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, part_of_classes
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.registry import of_ones_own
 from pfl_ext.tasks.task import Task
@@ -271,8 +272,7 @@ class ImageClassifier(nn.Module):
         check_cutout(cutout, task)
         self.noted: list[tuple[Tensor, int]] | None = None  # if a list, gets each batch's loss and size
         self.backbone = backbone
-        head = new_part(backbone)
-        self._new = f"backbone.{head}." if head else "backbone."
+        self.depths = Depths.of_network(backbone)  # while its layers still have their own types
         self.framing = Framing(input_size, exact_crops, padding)
         self.task, self._cutout = task, cutout
         self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None
@@ -309,20 +309,25 @@ class ImageClassifier(nn.Module):
             pixels = normalise(pixels, self.mean, self.std)
         return pixels.contiguous(memory_format=self.memory_format)
 
-    def rate_groups(self, rate: float, head_rate_factor: float) -> list[dict[str, Any]]:
-        """The trained parameters for an optimiser, in two groups if their learning rates differ.
+    def rate_groups(
+        self, rate: float, head_rate_factor: float, layer_decay: float = 1.0
+    ) -> list[dict[str, Any]]:
+        """The trained parameters for an optimiser, a group for each learning rate.
 
         Args:
             rate: learning rate of all layers but the head (decoder, bottleneck and last layer).
             head_rate_factor: the head's learning rate relative to ``rate``.
+            layer_decay: learning rate of a block divided by that of the next one (`Depths`).
         """
-        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        if head_rate_factor == 1:
-            return [{"params": list(trained.values())}]
-        head = [p for name, p in trained.items() if name.startswith(self._new)]
-        others = [p for name, p in trained.items() if not name.startswith(self._new)]
-        of_head = {"params": head, "lr": rate * head_rate_factor, RATE_FACTOR: head_rate_factor}
-        return [{"params": others}, of_head] if others else [of_head]
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in self.backbone.named_parameters():
+            if parameter.requires_grad:
+                factor = self.depths.rate_factor(name, head_rate_factor, layer_decay)
+                groups.setdefault(factor, []).append(parameter)
+        return [
+            {"params": of_it, **({} if factor == 1 else {"lr": rate * factor, RATE_FACTOR: factor})}
+            for factor, of_it in groups.items()
+        ]
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ class FeatureClassifier(ImageClassifier):
     def __init__(self, whole: ImageClassifier, trained: str, width: int) -> None:
         backbone = _FromFeatures(whole.backbone, trained)
         super().__init__(backbone, task=whole.task, input_size=whole.input_size)
+        self.depths = whole.depths
         self.to(whole.mean.device)
         self._width = width
 

@@ -54,6 +54,7 @@ class MapClassifier(ImageClassifier):
 
     def __init__(self, whole: ImageClassifier, backbone: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__(backbone, task=whole.task, input_size=whole.input_size)
+        self.depths = whole.depths
         self.to(whole.mean.device)
         self._shape = shape
 

@@ -143,7 +143,7 @@ def _last_blocks(
     backbone: nn.Module, head: str, config: ModelConfig, images: Tensor
 ) -> Sequence[Sequence[str]]:
     blocks = blocks_of(backbone, head)
-    if not _follow_one_another(backbone, [*(name for block in blocks for name in block), head], images):
+    if not follow_one_another(backbone, [*(name for block in blocks for name in block), head], images):
         raise ValueError(
             f"model.trained is last_blocks, and the blocks of {config.arch} are not run one after another, "
             "each once: set model.trained to another value"
@@ -203,7 +203,7 @@ def _repeats(module: nn.Module) -> bool:
     return False
 
 
-def _follow_one_another(backbone: nn.Module, names: Sequence[str], images: Tensor) -> bool:
+def follow_one_another(backbone: nn.Module, names: Sequence[str], images: Tensor) -> bool:
     """Whether the network runs these modules in this order, and each once."""
     entered: list[str] = []
     layers = [(name, backbone.get_submodule(name)) for name in names]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.decoders import EncoderDecoder
+from pfl_ext.models.positions import resize_positions
 from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
 
 IMAGENET = "imagenet"
@@ -19,6 +21,15 @@ WRAPPERS = ("state_dict", "model")
 """Names under which training scripts save a network beside their optimiser."""
 PREFIXES = ("module.", "backbone.")
 """What torch's DistributedDataParallel, and a model that a run of ours saved, put before every name."""
+EARLIER = (
+    (r"\bmlp\.linear_1\.", "mlp.0."),
+    (r"\bmlp\.linear_2\.", "mlp.3."),
+    (r"(\bdenselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2"),
+)
+"""Names of layers in torchvision's files of vision transformers and DenseNets, as patterns, and in its code.
+
+Those files are older than the names in the code, and torchvision renames their layers when it loads them.
+"""
 
 
 def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
@@ -71,10 +82,11 @@ def load_weights(
     """Copy every tensor but those of the layers under ``head``: one, or two if the file has a bottleneck.
 
     With ``head`` None every tensor is copied. For a network with a decoder, a classifier's file provides only
-    the encoder, and its other tensors are ignored.
+    the encoder, and its other tensors are ignored. The position embedding of a vision transformer for images
+    of another size is interpolated (`pfl_ext.models.positions`).
 
     Raises:
-        ValueError: unless names and shapes are exactly the network's.
+        ValueError: unless names and all other shapes are exactly the network's.
     """
     for prefix in PREFIXES:
         own = any(name.startswith(prefix) for name in backbone.state_dict())
@@ -86,6 +98,9 @@ def load_weights(
         encoder = backbone.encoder
         tensors = {name: tensor for name, tensor in tensors.items() if name not in encoder.left_out}
         backbone, arch, head = encoder, encoder.arch, None
+    absent = backbone.state_dict().keys() - tensors.keys()
+    tensors = {_name_today(name, absent): tensor for name, tensor in tensors.items()}
+    tensors = resize_positions(backbone, tensors)
     left_out = () if head is None else (f"{head}.",)
     wanted = {name: t for name, t in backbone.state_dict().items() if not name.startswith(left_out)}
     loaded = {
@@ -121,6 +136,14 @@ def load_weights(
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(loaded[name])
+
+
+def _name_today(name: str, absent: Container[str]) -> str:
+    """A tensor's name in the network for its name in a file without ``absent`` names (`EARLIER`)."""
+    renamed = name
+    for old, new in EARLIER:
+        renamed = re.sub(old, new, renamed)
+    return renamed if renamed in absent else name
 
 
 def _fits(tensor: Tensor, wanted: Tensor) -> bool:

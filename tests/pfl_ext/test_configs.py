@@ -58,6 +58,7 @@ SGD = {
     **SCHEDULE,
     "learning_rate": 0.1,
     "head_rate_factor": 1.0,
+    "layer_decay": 1.0,
     "max_grad_norm": None,
     "clip_by": "global",
     "optimizer": "sgd",

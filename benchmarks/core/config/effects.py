@@ -267,6 +267,11 @@ def check_training(config: TrainingConfig) -> None:
             "head_rate_factor applies only to one: set it to 1"
         )
     _check_average(config)
+    if config.model.parties is not None and any(part.layer_decay != 1 for part in (config.local, central)):
+        raise ValueError(
+            f"model.parties is {config.model.parties}, so no block is the first of all, but layer_decay "
+            "counts the blocks of a single network: set it to 1"
+        )
     if config.mode == "centralised":
         rate, head = central.learning_rate, central.head_rate_factor
         central.check_schedule("centralised", rate, central.num_epochs, head)

@@ -66,6 +66,8 @@ YOUNGER = {
     "local.head_rate_factor": 1.0,
     "server.head_rate_factor": 1.0,
     "centralised.head_rate_factor": 1.0,
+    "local.layer_decay": 1.0,
+    "centralised.layer_decay": 1.0,
     "compression.kind": PLAIN,
     "compression.options": None,
     "aggregation.kind": MEAN,

@@ -120,7 +120,7 @@ TABLE: Mapping[str, Rule] = {
     **each(
         BEFORE_CLIPPING,
         "local",
-        "learning_rate effective_learning_rate head_rate_factor num_epochs batch_size",
+        "learning_rate effective_learning_rate head_rate_factor layer_decay num_epochs batch_size",
     ),
     **each(
         "a function of the round: it decides how a user's update comes about, before that is clipped",
@@ -207,7 +207,7 @@ TABLE: Mapping[str, Rule] = {
         "centralised",
         "num_epochs batch_size optimizer learning_rate head_rate_factor beta1 beta2 epsilon",
     ),
-    **each(UNUSED, "centralised", "momentum weight_decay max_grad_norm"),
+    **each(UNUSED, "centralised", "momentum weight_decay max_grad_norm layer_decay"),
     **each(UNUSED, "centralised", "schedule final_learning_rate schedule_power schedule_factor"),
     **each(UNUSED, "centralised", "warmup_epochs warmup_learning_rate"),
     **each(UNUSED, "evaluation", "every_epochs"),

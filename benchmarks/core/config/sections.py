@@ -32,7 +32,7 @@ from pfl_ext.models.decoders import draws
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from pfl_ext.registry import Registry
-from pfl_ext.schedules import LEAST, DecayConfig
+from pfl_ext.schedules import LEAST, DecayConfig, LayerDecayConfig
 from pfl_ext.tasks.losses import LossConfig
 
 BENCHMARKS = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ class AttackSection(ChoosingSection):
 
 
 @dataclass(frozen=True, config=STRICT)
-class CentralisedConfig(DecayConfig, OptimizerConfig):
+class CentralisedConfig(LayerDecayConfig, DecayConfig, OptimizerConfig):
     """Training on all images in one place."""
 
     num_epochs: PositiveInt = 10

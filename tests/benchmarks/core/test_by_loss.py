@@ -141,6 +141,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(argv: tuple[str, ...], train: Trai
         (["--federated.options.tilt=1"], "federated.options.tilt is not an option of qffl, which has q"),
         (["--federated.replacement=true"], "users are trained one by one, and a user that is drawn twice"),
         (["--local.head_rate_factor=2"], "or set federated.options.lipschitz"),
+        (["--local.layer_decay=0.5"], "set local.layer_decay to 1, or set federated.options.lipschitz"),
         (
             ["--federated.reweight=fedir"],
             "--federated.reweight has no effect where federated.algorithm is qffl",

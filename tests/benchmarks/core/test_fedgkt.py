@@ -328,6 +328,7 @@ def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
         ),
         (["--local.max_images=2"], "fedgkt trains on all images of a client: set local.max_images to none"),
         (["--local.head_rate_factor=2"], "set local.head_rate_factor to 1"),
+        (["--local.layer_decay=0.5"], "set local.layer_decay to 1"),
         (["--server.learning_rate=2"], "has no effect where federated.algorithm is fedgkt"),
         (["--federated.weighting=users"], "has no effect where federated.algorithm is fedgkt"),
         (["--runtime.lanes=2"], "has no effect where federated.algorithm is fedgkt"),

@@ -41,10 +41,34 @@ def test_the_heads_step_alone_is_as_long_as_its_factor_says(section: str, train:
             assert torch.equal(one[name], four[name])
 
 
-@pytest.mark.parametrize("words", [(), ("--config=c-r-17", "--centralised.head_rate_factor=3")], ids=str)
+@pytest.mark.parametrize("section", ["local", "centralised"])
+def test_a_blocks_step_is_as_long_as_the_decay_says(section: str, train: Train) -> None:
+    """LeNet has four blocks before its head, ``fc3``. Its first layer has the decay's fourth power."""
+    words = (*PLACES[section], f"--{section}.layer_decay")
+    one, half, quarter = (
+        load_file(train(*words[:-1], f"{words[-1]}={d}", name=f"{d}") / "model.safetensors")
+        for d in (1, 0.5, 0.25)
+    )
+    powers = {"conv1": 4, "conv2": 3, "fc1": 2, "fc2": 1, "fc3": 0}
+    for name in one:
+        power = powers[name.split(".")[1]]
+        if not power:
+            assert torch.equal(one[name], half[name])
+            continue
+        shorter, longer = one[name] - half[name], one[name] - quarter[name]
+        assert shorter.any()
+        ratio = (1 - 0.25**power) / (1 - 0.5**power)
+        # two differences of rounded weights
+        torch.testing.assert_close(
+            ratio * shorter, longer, rtol=0, atol=8 * 2**-24 * float(one[name].abs().max())
+        )
+
+
+@pytest.mark.parametrize("words", [(), ("--config=c-r-17", "--centralised.layer_decay=0.5")], ids=str)
 def test_a_killed_run_with_such_rates_goes_on_to_the_bit(words: tuple[str, ...], train: Train) -> None:
     if not words:
         words = ("--local.head_rate_factor=3", "--server.head_rate_factor=2", "--server.optimizer=adam")
+        words = (*words, "--local.layer_decay=0.5")
     whole = train(*words, name="whole")
     with killed_at(1):
         train(*words, name="killed", code=130)
@@ -57,6 +81,8 @@ def test_fednova_with_a_proximal_term_refuses_two_rates(train: Train, refused: R
     train(*nova)
     message = "needs a single learning rate: set local.head_rate_factor to 1, or federated.mu to none"
     refused(message, *nova, "--federated.mu=0.1", name="mu")
+    message = "set local.head_rate_factor and local.layer_decay to 1, or federated.mu to none"
+    refused(message, *nova, "--federated.mu=0.1", "--local.layer_decay=0.5", name="mu")
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,7 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         (["pfedme", f"{OPTION}proximal_weight=0"], "federated.options.proximal_weight is '0': "),
         (["pfedme", f"{OPTION}personal_steps=0"], "federated.options.personal_steps is '0': "),
         (["pfedme", "--local.head_rate_factor=2"], "pfedme trains all layers with the same learning rate"),
+        (["pfedme", "--local.layer_decay=0.5"], "the same learning rate: set local.layer_decay to 1"),
         (["moon", f"{OPTION}mu=-1"], "federated.options.mu is '-1': "),
         (
             ["moon", f"{OPTION}score_every=2"],

@@ -277,6 +277,11 @@ def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
             ("--model.trained=names", "--model.trained_names=fc2", "--local.head_rate_factor=3"),
             "local.head_rate_factor is 3, but the last layer is not trained: set local.head_rate_factor to",
         ),
+        (
+            ("--model.trained=head", "--local.layer_decay=0.5"),
+            "local.layer_decay is 0.5, but only the last layer is trained: set local.layer_decay to 1",
+        ),
+        (("--local.layer_decay=1.5",), "local.layer_decay is '1.5': "),
         ((*LORA, "--model.channel_norm=data"), "but model.trained is lora: set model.trained to head, or"),
         ((*LORA, "--federated.algorithm=fedncm", "--evaluation.best_by=last"), "set model.trained to head"),
     ],

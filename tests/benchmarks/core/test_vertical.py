@@ -227,6 +227,7 @@ def test_centralised_training_takes_the_same_network(train: Train) -> None:
         (["--augment.crop=resized"], "set augment.flip to none and augment.crop to crop"),
         (["--model.trained=head"], "whose networks each have a last layer"),
         (["--local.head_rate_factor=2"], "head_rate_factor applies only to one: set it to 1"),
+        (["--local.layer_decay=0.5"], "layer_decay counts the blocks of a single network: set it to 1"),
         (["--local.max_grad_norm=1", "--local.clip_by=global"], "set local.clip_by to variable, or"),
         (["--federated.weighting=users"], "has no effect where federated.algorithm is vertical"),
         (["--server.learning_rate=1"], "has no effect where federated.algorithm is vertical"),

@@ -196,6 +196,7 @@ class Setting:
     epsilon: float = 1e-3
     """Adam's; the usual 1e-8 makes a step of lr of what is only a gradient's rounding."""
     head_rate: float = 1.0
+    layer_decay: float = 1.0
     rates: Sequence[float] = ()
     """Learning rates of the rounds; empty: `learning_rate` in all."""
     nova: bool = False
@@ -230,7 +231,7 @@ class Setting:
         )
 
         def local(_: Any, lr: float) -> torch.optim.Optimizer:
-            return steps.new_optimizer(module.rate_groups(lr, self.head_rate), lr)
+            return steps.new_optimizer(module.rate_groups(lr, self.head_rate, self.layer_decay), lr)
 
         model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), lr=1.0), amp_dtype=self.amp)
         data = FederatedImageDataset(

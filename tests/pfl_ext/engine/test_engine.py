@@ -110,10 +110,10 @@ LOCAL_TRAININGS: list[dict[str, Any]] = [
         "task": MultiLabel(TrainingLoss(focal_gamma=1, absent_gamma=4, absent_margin=0.05)),
     },
     {"nova": True, "mu": 0.3},
-    {"scaffold": ("II", "step"), "momentum": 0.5},
-    {"dynamic": 0.3},
+    {"scaffold": ("II", "step"), "momentum": 0.5, "layer_decay": 0.5},
+    {"dynamic": 0.3, "layer_decay": 0.5},
     {"adam": "adam", "weight_decay": 0.05, "mu": 0.3},
-    {"adam": "adamw", "weight_decay": 0.5, "head_rate": 4.0, "clipping": "global"},
+    {"adam": "adamw", "weight_decay": 0.5, "head_rate": 4.0, "layer_decay": 0.5, "clipping": "global"},
 ]
 
 
@@ -137,7 +137,7 @@ def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(
 
     def setting() -> Setting:
         more = [private(len(sizes), kind, clipping, noisy=False)]
-        return Setting(sizes, by_images=False, more=more, rounds=3, head_rate=0.5, **words)
+        return Setting(sizes, by_images=False, more=more, rounds=3, head_rate=0.5, layer_decay=0.7, **words)
 
     theirs, _, metrics = setting().run(engine=False)
     ours, _, our_metrics = setting().run(True, lanes=2)
