@@ -63,6 +63,7 @@ TREES = {
     "near": tree(distance=0.2),
     "median": tree({"aggregation": {"kind": "median"}}),
     "attacked": tree(FLIPPED),
+    "twice": tree({"federated": {"replacement": True, "cohort_size": 4}}),
 }
 
 
@@ -98,11 +99,12 @@ def expected(of: Tree) -> tuple[Array, list[list[int]], int]:
     steps, seen, choices = [server(config) for _ in range(k)], [], []
 
     def choice(x: list[Array], users: list[tuple[int, Any]]) -> list[int]:
-        return [int(np.argmin([loss(each, images) for each in x])) for _, images in users]
+        return [int(np.argmin([loss(each, data.user_dataset(u)) for each in x])) for u, _ in users]
 
     for number in range(config.federated.num_rounds):
         data.set_round(number)
-        users = [(u, data.user_dataset(u)) for u in data.cohort(config.federated.cohort_size).tolist()]
+        cohort = data.cohort(config.federated.cohort_size).tolist()
+        users = [(u, data.user_dataset(u, cohort[:place].count(u))) for place, u in enumerate(cohort)]
         if number == 0:
             tried = [choice(first(config, draw), users) for draw in range(options.max_draws)]
             fewest = [min(np.bincount(each, minlength=k)) for each in tried]
