@@ -6,7 +6,7 @@ Letters: U users of a run, n users of a cohort, k models.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,11 @@ def least(losses: FloatArray, images: FloatArray) -> IntArray:
         ``[n]`` int64.
     """
     return np.where(images > 0, losses.argmin(1), -1).astype(np.int64)
+
+
+def numbered(counts: Iterable[int]) -> dict[str, int]:
+    """A count of each model by its number, as files and trackers have it."""
+    return {str(number): int(count) for number, count in enumerate(counts)}
 
 
 def together(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ from pfl_ext.aggregation.rule import Mean
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.clusters import Clusters, first_models, head_names, least, together
+from pfl_ext.algorithms.clusters import Clusters, first_models, head_names, least, numbered, together
 from pfl_ext.algorithms.own_images import OwnImages, Scores, write_users
 from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personalised import shown
@@ -202,7 +202,12 @@ class Ifca(Algorithm[Clusters]):
                 updates[cluster], of_part = self._mean_update(state.weights(cluster), part, number)
                 lines.append(of_part)
         self._server_steps(state, updates, [self._weight(part) for part in parts], number)
-        line = {**together(lines), "users": len(users), **line, "users_of_models": list(map(len, parts))}
+        line = {
+            **together(lines),
+            "users": len(users),
+            **line,
+            "users_of_models": numbered([len(p) for p in parts]),
+        }
         if unchanged := [c for c, part in enumerate(parts) if len(part) and c not in updates]:
             line["too_few_for"] = unchanged
         line["learning_rate"] = self.context.server_rate(number)
@@ -322,7 +327,7 @@ class Ifca(Algorithm[Clusters]):
                     self.clients.model(state.weights(cluster))
                     scores.add("personal", [place for place in mine if chosen[place] == cluster])
             found[group] = scores.summary(["personal", "server"])
-            found[group]["users_of_models"] = np.bincount(chosen, minlength=len(state.own)).tolist()
+            found[group]["users_of_models"] = numbered(np.bincount(chosen, minlength=len(state.own)))
             if rows is not None:
                 ids = self.context.users.partition.user_ids
                 each = scores.each(group, "train", [ids[user] for user in users.tolist()])
@@ -338,7 +343,7 @@ class Ifca(Algorithm[Clusters]):
         if is_main():
             for group, found in clients.items():
                 print(shown(self.context.model.pytorch_model.task, group, found))
-                print(f"models that {group} users choose: {found['users_of_models']}")
+                print(f"{group} users of each model: {[*found['users_of_models'].values()]}")
         if is_main() and folder is not None:
             if rows:
                 write_users(folder.parent, rows)
@@ -348,7 +353,7 @@ class Ifca(Algorithm[Clusters]):
                 for name, tensor in state.weights(cluster).items()
             }
             checkpoint.save(folder.parent / MODELS, models, {"config_sha256": self.context.config_hash})
-        return {"clients": clients, "clusters": {"users": state.counts, "model": state.largest}}
+        return {"clients": clients, "clusters": {"users": numbered(state.counts), "model": state.largest}}
 
     def tensors(self, state: Clusters) -> dict[str, Tensor]:
         """All models, the server's optimisers and the users' choices."""

@@ -67,6 +67,11 @@ TREES = {
 }
 
 
+def counts(line: Tree) -> list[int]:
+    """How many users chose each model."""
+    return list(line["users_of_models"].values())
+
+
 class Models(Trace):
     """Also keeps all models ``[k, P]`` after each round, and the rounds' lines."""
 
@@ -136,7 +141,7 @@ def test_it_chooses_and_trains_as_its_equations_say(name: str, engine: str, tmp_
     models, choices, draws = expected(TREES[name])
     assert found.lines[0]["draws"] == draws
     for line, chosen in zip(found.lines, choices):
-        assert line["users_of_models"] == np.bincount(chosen, minlength=models.shape[1]).tolist()
+        assert counts(line) == np.bincount(chosen, minlength=models.shape[1]).tolist()
     for cluster in range(models.shape[1]):
         ours = np.stack(found.models)[:, cluster]
         assert quadratics.distances(ours, models[:, cluster]).max() < quadratics.TOLERANCE
@@ -146,10 +151,10 @@ def test_it_chooses_and_trains_as_its_equations_say(name: str, engine: str, tmp_
 def test_a_model_that_too_few_chose_for_the_aggregation_stays(tmp_path: Path) -> None:
     krum: Tree = {"aggregation": {"kind": "krum", "options": {"tolerated": 0.0}}}
     found = traced(run_of(tree(krum), "fast"), tmp_path, Models)
-    rare = [n for n, line in enumerate(found.lines) if n and min(line["users_of_models"]) in (1, 2)]
+    rare = [n for n, line in enumerate(found.lines) if n and min(counts(line)) in (1, 2)]
     assert rare
     for number in rare:
-        cluster = int(np.argmin(found.lines[number]["users_of_models"]))
+        cluster = int(np.argmin(counts(found.lines[number])))
         assert found.lines[number]["too_few_for"] == [cluster]
         assert np.array_equal(found.models[number][cluster], found.models[number - 1][cluster])
         assert not np.array_equal(found.models[number][1 - cluster], found.models[number - 1][1 - cluster])
@@ -221,7 +226,7 @@ def test_two_known_clusters_are_found_and_users_are_scored_with_their_models(tmp
         ("new", "user-4"),
     }
     for group, users in (("seen", 6), ("new", 2)):
-        assert scores[group]["users_of_models"] == [users // 2] * 2
+        assert counts(scores[group]) == [users // 2] * 2
         mine, servers = (scores[group][kind]["pooled"] for kind in ("personal", "server"))
         assert mine["loss"] < servers["loss"]
         assert mine["accuracy"] > servers["accuracy"]
@@ -319,7 +324,7 @@ def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path
         if name.startswith(("shared/", "clusters/")):
             apart = float((together[name].double() - tensor.double()).norm())
             assert apart <= 1e-5 * float(tensor.double().norm()) + 1e-9, name
-    users = [[line["users_of_models"] for line in lines(tmp_path / n)[:-1]] for n in ("1", "2")]
+    users = [[counts(line) for line in lines(tmp_path / n)[:-1]] for n in ("1", "2")]
     assert users[0] == users[1]
     tables = [(tmp_path / n / "clients.csv").read_text().splitlines() for n in ("1", "2")]
     assert [line.split(",")[2] for line in tables[0]] == [line.split(",")[2] for line in tables[1]]
