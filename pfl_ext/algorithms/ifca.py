@@ -89,7 +89,7 @@ class IfcaOptions:
     distance: Annotated[float, Field(gt=0, le=1)] | None = None
     """How far first models differ, 1: drawn independently; none: 1, or 0.1 if model.pretrained."""
     balance: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Part of an equal share of round 0's users that must choose each first model, or all are drawn again."""
+    """Part of an equal share of round 0's users, at least one, to choose each first model; 0: of nobody."""
     max_draws: PositiveInt = 20
     """Most draws of first models; the most even one is kept if none is even enough."""
     held_out: Fraction = 0.25
@@ -227,10 +227,10 @@ class Ifca(Algorithm[Clusters]):
             state.own = self._drawn(draw)
             found.append(self._choice(state, users, 0))
             counts = np.bincount(found[-1][found[-1] >= 0], minlength=k)
-            if counts.min() >= int(options.balance * counts.sum() / k + 1e-9):
+            fewest = int(options.balance * counts.sum() / k + 1e-9)
+            if counts.min() >= (fewest or (options.balance > 0 and counts.sum() >= k)):
                 return found[-1], draw + 1
-        fewest = [np.bincount(each[each >= 0], minlength=k).min() for each in found]
-        best = int(np.argmax(fewest))
+        best = int(np.argmax([np.bincount(each[each >= 0], minlength=k).min() for each in found]))
         state.own = self._drawn(best)
         return found[best], options.max_draws
 

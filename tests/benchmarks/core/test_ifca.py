@@ -49,7 +49,10 @@ OPTION = "--federated.options."
 
 
 def tree(more: Tree | None = None, **options: Any) -> Tree:
-    return merge({"federated": {"algorithm": "ifca", "options": {"held_out": 0.0, **options}}}, more or {})
+    return merge(
+        {"federated": {"algorithm": "ifca", "options": {"held_out": 0.0, "max_draws": 4, **options}}},
+        more or {},
+    )
 
 
 SOME: Tree = {"federated": {"cohort_size": 3}}
@@ -113,7 +116,8 @@ def expected(of: Tree) -> tuple[Array, list[list[int]], int]:
         if number == 0:
             tried = [choice(first(config, draw), users) for draw in range(options.max_draws)]
             fewest = [min(np.bincount(each, minlength=k)) for each in tried]
-            good = [d for d, n in enumerate(fewest) if n >= int(options.balance * len(users) / k)]
+            least = max(int(options.balance * len(users) / k), options.balance > 0)
+            good = [d for d, n in enumerate(fewest) if n >= least]
             x = first(config, good[0] if good else int(np.argmax(fewest)))
             draws = good[0] + 1 if good else options.max_draws
         chosen = choice(x, users)
@@ -209,15 +213,15 @@ class TwoKinds(Users):
 
 def test_two_known_clusters_are_found_and_users_are_scored_with_their_models(tmp_path: Path) -> None:
     """Those who never took part, too."""
-    more = {"federated": {"cohort_size": 6, "num_rounds": 30}, "local": {"learning_rate": 0.3}}
-    files = RunDirectory(run_of(tree(merge(more, USERS), held_out=0.25, score_every=29), "fast"), tmp_path)
+    more = {"federated": {"cohort_size": 6, "num_rounds": 15}, "local": {"learning_rate": 0.3}}
+    files = RunDirectory(run_of(tree(merge(more, USERS), held_out=0.25, score_every=14), "fast"), tmp_path)
     files.begin()
     found = Models(files)
     train_federated(files.run, TwoKinds(), TwoKinds(), quadratics.module(), found)
     algorithm: Any = found.checkpoints.algorithm
     found.state.chosen[[3, 4]] = -1  # as if these two had never been drawn
     rows: list[dict[str, Any]] = []
-    scores = algorithm.scores(found.state, 30, rows)
+    scores = algorithm.scores(found.state, 15, rows)
     clusters = {row["user"]: row["cluster"] for row in rows if row["model"] == "personal"}
     kinds = [clusters[f"user-{u}"] for u in range(8)]
     assert kinds in ([0, 1] * 4, [1, 0] * 4)
@@ -230,9 +234,9 @@ def test_two_known_clusters_are_found_and_users_are_scored_with_their_models(tmp
         mine, servers = (scores[group][kind]["pooled"] for kind in ("personal", "server"))
         assert mine["loss"] < servers["loss"]
         assert mine["accuracy"] > servers["accuracy"]
-    assert "clients" in found.lines[28]
-    assert "clients" not in found.lines[29]
-    alone = [vector(algorithm.model_of(found.state, user, 30).pytorch_model) for user in range(8)]
+    assert "clients" in found.lines[13]
+    assert "clients" not in found.lines[14]
+    alone = [vector(algorithm.model_of(found.state, user, 15).pytorch_model) for user in range(8)]
     for user, model in enumerate(alone):
         assert np.array_equal(model, found.models[-1][kinds[user]])
 
