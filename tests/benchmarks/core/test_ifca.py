@@ -213,15 +213,17 @@ class TwoKinds(Users):
 
 def test_two_known_clusters_are_found_and_users_are_scored_with_their_models(tmp_path: Path) -> None:
     """Those who never took part, too."""
-    more = {"federated": {"cohort_size": 6, "num_rounds": 15}, "local": {"learning_rate": 0.3}}
-    files = RunDirectory(run_of(tree(merge(more, USERS), held_out=0.25, score_every=14), "fast"), tmp_path)
+    more = {"federated": {"cohort_size": 6, "num_rounds": 30}, "local": {"learning_rate": 0.3}}
+    files = RunDirectory(
+        run_of(tree(merge(more, USERS), held_out=0.25, score_every=29, max_draws=20), "fast"), tmp_path
+    )
     files.begin()
     found = Models(files)
     train_federated(files.run, TwoKinds(), TwoKinds(), quadratics.module(), found)
     algorithm: Any = found.checkpoints.algorithm
     found.state.chosen[[3, 4]] = -1  # as if these two had never been drawn
     rows: list[dict[str, Any]] = []
-    scores = algorithm.scores(found.state, 15, rows)
+    scores = algorithm.scores(found.state, 30, rows)
     clusters = {row["user"]: row["cluster"] for row in rows if row["model"] == "personal"}
     kinds = [clusters[f"user-{u}"] for u in range(8)]
     assert kinds in ([0, 1] * 4, [1, 0] * 4)
@@ -234,9 +236,9 @@ def test_two_known_clusters_are_found_and_users_are_scored_with_their_models(tmp
         mine, servers = (scores[group][kind]["pooled"] for kind in ("personal", "server"))
         assert mine["loss"] < servers["loss"]
         assert mine["accuracy"] > servers["accuracy"]
-    assert "clients" in found.lines[13]
-    assert "clients" not in found.lines[14]
-    alone = [vector(algorithm.model_of(found.state, user, 15).pytorch_model) for user in range(8)]
+    assert "clients" in found.lines[28]
+    assert "clients" not in found.lines[29]
+    alone = [vector(algorithm.model_of(found.state, user, 30).pytorch_model) for user in range(8)]
     for user, model in enumerate(alone):
         assert np.array_equal(model, found.models[-1][kinds[user]])
 
