@@ -144,6 +144,8 @@ def setup(
         clips_all=config.local.global_max_grad_norm is not None,
         is_sgd=config.local.optimizer == "sgd",
         momentum=config.local.momentum,
+        pretrained=config.model.pretrained,
+        keeps_errors=bool(getattr(config.compression.chosen_options, "error_feedback", False)),
         devices=config.devices,
         folder=None if directory is None else directory / "checkpoint",
     )

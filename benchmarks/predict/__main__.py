@@ -48,7 +48,7 @@ from pfl_ext.algorithms.personal_parts import FILE
 
 OF_RUN = (
     "config.yaml", "metrics.jsonl", "model.safetensors", "privacy.json", "results.json",
-    "checkpoint/data.json", "checkpoint/last.safetensors", f"checkpoint/{FILE}",
+    "clusters.safetensors", "checkpoint/data.json", "checkpoint/last.safetensors", f"checkpoint/{FILE}",
 )  # fmt: skip
 """Files of a run that must not be written over."""
 EVERY_S = 10

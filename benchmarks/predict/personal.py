@@ -1,7 +1,8 @@
-"""A user's own model, of a run whose users keep variables: the shared weights with what the user has kept.
+"""A user's own model: the shared weights with what the user has kept, or the model of its cluster.
 
 Both are read from the run's last checkpoint, which stays where it was trained with
-``runtime.keep_checkpoints``. Where the run tuned a user before it scored it, this does so, too.
+``runtime.keep_checkpoints``. Where the run tuned a user before it scored it, this does so, too. A user's
+cluster is the one whose model has the least loss on its training images, as when the run scored it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from benchmarks.predict.trained import Trained, network_of
 from dataset.arrays import IntArray
 from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
+from pfl_ext.algorithms.ifca import Ifca
 from pfl_ext.algorithms.personal_parts import FILE
 from pfl_ext.algorithms.personalised import Personalised
 from pfl_ext.evaluation import CentralEvaluation
@@ -42,7 +44,7 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     directory, config = model.record.directory, model.record.config
     federated, folder = config.federated, model.record.directory / "checkpoint"
     chosen: Any = federated.chosen
-    if config.mode != "federated" or not issubclass(chosen, Personalised):
+    if config.mode != "federated" or not issubclass(chosen, Personalised | Ifca):
         what = federated.algorithm if config.mode == "federated" else config.mode
         raise ValueError(f"--user {user}: users of {directory} keep no variables ({what}): leave --user out")
     experiment = model.on(file)
@@ -52,7 +54,8 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     RunDirectory(run, directory, file)  # refuses other data
     task = trained_task(config, experiment.task_of(config, len(model.classes)), model.classes)
     module = network_of(model.record, task, len(model.classes), config.model)
-    kept = chosen.kept_names(module, federated.chosen_options)
+    clustered = issubclass(chosen, Ifca)
+    kept = [] if clustered else chosen.kept_names(module, federated.chosen_options)
     for path in (folder / "last.safetensors", *([folder / FILE] if kept else [])):
         if not path.is_file():
             raise ValueError(
@@ -74,9 +77,13 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
             f"{folder / 'last.safetensors'} is not the checkpoint of the end of the run: {AGAIN}"
         )
     try:
-        algorithm.load(algorithm.init(config.seed), tensors)
+        state = algorithm.load(algorithm.init(config.seed), tensors)
     except ValueError as fault:
         raise ValueError(f"{fault}: restore it, or {AGAIN}") from None
+    if clustered:
+        own = algorithm.model_of(state, number, federated.num_rounds)
+        network = merged(own.pytorch_model).eval()
+        return dataclasses.replace(model, network=network), algorithm.images.held_out[number]
     if not algorithm.tunes and not (kept and algorithm.seen[number]):
         why = "took part in no round" if kept else "keeps nothing, as federated.options.personal is none"
         raise ValueError(f"--user {user} {why}: leave --user out for the server's model")

@@ -83,6 +83,10 @@ class Setup:
     """Whether a user's steps are those of SGD, maybe with momentum."""
     momentum: float = 0.0
     """That of a user's SGD."""
+    pretrained: bool = False
+    """Whether the first weights are those of a network that was trained before."""
+    keeps_errors: bool = False
+    """Whether each user keeps the error of compressing its updates."""
     devices: DevicesConfig | None = None
     """Slow or unreliable devices; None: every user does all of its work at once."""
     folder: Path | None = None

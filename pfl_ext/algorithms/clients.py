@@ -23,6 +23,7 @@ from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.personal_steps import Gradient, InPhases, Loss, Phase, steepest
+from pfl_ext.algorithms.spooled import line_of_rule
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.user_images import UserImages
 from pfl_ext.engine.cpu.twin import CompiledTwin
@@ -30,6 +31,7 @@ from pfl_ext.evaluation import autocast_of
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.privacy.central import is_private
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted, refuse
+from pfl_ext.stage import Stage
 from pfl_ext.workers.distributed import apart, begin_work, current
 
 Weights = dict[str, Tensor]
@@ -94,6 +96,7 @@ class Clients:
         trainer: trains one user, and declares its ``refusals``; None: FedAvg's local training.
         loss: minimised by users' steps instead of the task's loss; all else is FedAvg's local training.
         gradient: what users' steps descend along instead of the loss's gradient, as SAM does.
+        before: what is done to each update before it is weighted (`RunContext.stages`).
 
     Raises:
         ValueError: in a private run, since a mechanism bounds only one sum of updates in each round.
@@ -105,13 +108,14 @@ class Clients:
         trainer: Trainer | None = None,
         loss: UserLoss | None = None,
         gradient: Gradient | None = None,
+        before: Sequence[Stage] = (),
     ) -> None:
         assert trainer is None or (loss is None and gradient is None)
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, context.postprocessors)))
         if loss is not None or gradient is not None:
             trainer = OwnSteps(context, loss, gradient or steepest)
         self._context, self._algorithm = context, FedAvg() if trainer is None else trainer
-        self._backend = context.backend()
+        self._backend = context.backend(before)
 
     @property
     def arithmetic(self) -> str | None:
@@ -154,7 +158,7 @@ class Clients:
             return {name: torch.zeros_like(w) for name, w in weights.items()}, {"users": 0, "images": 0}
         update, metrics = self._trained(weights, users, number, number if draws is None else draws)
         # pfl would also count the placeholder of a worker without users
-        return update, {**cohort_line(metrics), "users": len(users)}
+        return update, {**cohort_line(metrics), **line_of_rule(metrics), "users": len(users)}
 
     def each_update(
         self, weights: Sequence[Mapping[str, Tensor]], users: IntArray, number: int
@@ -225,14 +229,25 @@ class Clients:
 
         The images are those of its training in round ``number``, each once.
         """
-        model, total, images = self._context.model, 0.0, 0
+        (loss,), images = self.losses_of([self.weights()], user, number)
+        return loss, images
+
+    @torch.no_grad()
+    def losses_of(
+        self, models: Sequence[Mapping[str, Tensor]], user: int, number: int
+    ) -> tuple[list[float], int]:
+        """`loss_of` at the weights of each model, with one read; the run's model has the last one's."""
         self._context.users.set_round(number)
-        for batch in self._context.users.user_dataset(user).once():
-            with autocast_of(model), not_noted(model):
-                loss = model.pytorch_model.loss(*model._prepare_batch(batch))
-            total += float(loss) * len(batch[0])
-            images += len(batch[0])
-        return (total / images if images else 0.0), images
+        batches, losses = list(self._context.users.user_dataset(user).once()), list[float]()
+        images = sum(len(batch[0]) for batch in batches)
+        for weights in models:
+            model, total = self.model(weights), 0.0
+            for batch in batches:
+                with autocast_of(model), not_noted(model):
+                    loss = model.pytorch_model.loss(*model._prepare_batch(batch))
+                total += float(loss) * len(batch[0])
+            losses.append(total / images if images else 0.0)
+        return losses, images
 
     def server_step(self, weights: Mapping[str, Tensor], mean: Mapping[str, Tensor], number: int) -> float:
         """Make a step of the server's optimiser on a mean update; the run's model has the result.

@@ -23,7 +23,6 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
-from pfl_ext.aggregation.norm_bound import BOUNDED
 from pfl_ext.algorithms.algorithm import (
     Choice,
     RunContext,
@@ -34,7 +33,7 @@ from pfl_ext.algorithms.algorithm import (
 )
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
-from pfl_ext.algorithms.spooled import LEFT_OUT
+from pfl_ext.algorithms.spooled import line_of_rule
 from pfl_ext.backend import cohort_line
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
@@ -297,10 +296,7 @@ class PflLoop(ServerModelAlgorithm):
             "learning_rate": values["learning rate"],
             "max_local_steps": max((m.num_steps for m in members), default=0),
         }
-        if str(BOUNDED) in values:
-            line["bounded"] = round(values[str(BOUNDED)], 6)
-        if str(LEFT_OUT) in values:
-            line["left_out"] = int(values[str(LEFT_OUT)])
+        line |= line_of_rule(metrics)
         if (mechanism := noisy_mean_in(self.context.postprocessors)) is not None:
             line["privacy"] = mechanism.line(metrics)
             line["users"] = int(line["privacy"]["users"])  # pfl counts the placeholder of an empty cohort

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from pfl.context import CentralContext, UserContext
-from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.metrics import Metrics, StringMetricName, Weighted, get_overall_value
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
 from dataset.arrays import IntArray
+from pfl_ext.aggregation.norm_bound import BOUNDED
 from pfl_ext.aggregation.rule import AggregationRule
 from pfl_ext.aggregation.spool import Spool
 from pfl_ext.algorithms.flat_variables import FlatVariables
@@ -33,6 +34,17 @@ from pfl_ext.workers.distributed import current, is_main, tensors_from_main
 
 LEFT_OUT = StringMetricName("updates left out")
 """A round's metric: the number of updates that were not finite."""
+
+
+def line_of_rule(metrics: Metrics) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says about a round's aggregation rule, if it notes anything."""
+    values = {str(name): get_overall_value(value) for name, value in metrics}
+    line: dict[str, Any] = {}
+    if str(BOUNDED) in values:
+        line["bounded"] = round(values[str(BOUNDED)], 6)
+    if str(LEFT_OUT) in values:
+        line["left_out"] = int(values[str(LEFT_OUT)])
+    return line
 
 
 class SpooledRounds(Stage):

@@ -70,7 +70,7 @@ _MODULES = {
     "fedma fednas fedncm fednova fedprox finite_field matching on_pfl optimizers "
     "per_user scaffold secure_aggregation secure_sum split turbo_aggregate "
     "user_vectors decentralised dsgd hierarchical pushsum topologies vertical ditto fedbn fedper fedrep "
-    "controls cohort_vectors feddyn moon "
+    "controls cohort_vectors feddyn moon ifca clusters "
     "own_images pfedme personal_parts personal_steps personalised",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc sampling schedule transforms",

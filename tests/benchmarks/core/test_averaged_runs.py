@@ -29,7 +29,7 @@ WITH_SERVER_MODEL = {
 }
 WITHOUT = {
     *("ditto", "dsgd", "fed3r", "fedbn", "fedcof", "fedgkt", "fedma", "fednas", "fedncm", "fedper", "fedrep"),
-    *("pfedme", "pushsum", "split", "vertical"),
+    *("ifca", "pfedme", "pushsum", "split", "vertical"),
 }
 TREES: dict[str, Tree] = {
     "fedavg": {"server": {"momentum": 0.7, "learning_rate": 0.3}},

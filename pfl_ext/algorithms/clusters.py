@@ -1,0 +1,112 @@
+"""Parts of algorithms with several models of the server: the state, first models, choices, lines of a round.
+
+Letters: U users of a run, n users of a cohort, k models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor, nn
+
+from dataset.arrays import FloatArray, IntArray
+from pfl_ext.algorithms.clients import Weights
+from pfl_ext.algorithms.personal_parts import BACKBONE, trained_names
+from pfl_ext.models.trained import new_part
+from pfl_ext.randomness import torch_stream
+
+
+@dataclass
+class Clusters:
+    """The k models, the server's optimiser of each, and the users' choices."""
+
+    model: PyTorchModel
+    """The run's model, with the weights of any cluster."""
+    shared: Weights
+    """Variables that all models have."""
+    own: list[Weights]
+    """Variables that differ, for each model."""
+    optimizers: list[Any]
+    """States of the server's optimiser: of each cluster's variables, and last of the shared ones."""
+    chosen: Tensor
+    """``[U]`` int64: the model that each user chose when it last took part; -1 if it never did."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of users who last chose each model, ``[k]``."""
+        return torch.bincount(self.chosen[self.chosen >= 0], minlength=len(self.own)).tolist()
+
+    @property
+    def largest(self) -> int:
+        """The model that most users last chose, the first of several."""
+        return int(np.argmax(self.counts))
+
+    def weights(self, cluster: int) -> Weights:
+        """The trained variables of a model."""
+        return {**self.shared, **self.own[cluster]}
+
+
+def head_names(module: nn.Module) -> list[str]:
+    """The trained variables of a classifier's head (last layer, bottleneck, decoder), in their order."""
+    head = f"{BACKBONE}{new_part(module.get_submodule(BACKBONE[:-1]))}."
+    return [name for name in trained_names(module) if name.startswith(head.replace("..", "."))]
+
+
+def first_models(
+    weights: Mapping[str, Tensor], k: int, distance: float, seed: int, draw: int
+) -> list[dict[str, Tensor]]:
+    """k models around some weights, which differ from each other.
+
+    Args:
+        weights: by variable.
+        k: the number of models.
+        distance: a, above 0 and at most 1. A variable w with mean m and standard deviation s becomes
+            ``m + sqrt(1 - a^2) (w - m) + a s z`` with standard normal z.
+        seed: the run's seed, which draws z with ``draw`` and the model's number.
+        draw: the number of the draw.
+    """
+    kept, models = math.sqrt(1 - distance**2), []
+    for number in range(k):
+        generator, model = torch_stream(seed, "first models", draw, number), {}
+        for name, w in weights.items():
+            mean, noise = w.mean(), torch.randn(w.shape, generator=generator).to(w)
+            model[name] = mean + kept * (w - mean) + distance * w.std(correction=0) * noise
+        models.append(model)
+    return models
+
+
+def least(losses: FloatArray, images: FloatArray) -> IntArray:
+    """The model with the least loss for each user, the first of several; -1 for a user without images.
+
+    Args:
+        losses: ``[n, k]``, of each model.
+        images: ``[n]``, the number of each user's images.
+
+    Returns:
+        ``[n]`` int64.
+    """
+    return np.where(images > 0, losses.argmin(1), -1).astype(np.int64)
+
+
+def numbered(counts: Iterable[int]) -> dict[str, int]:
+    """A count of each model by its number, as files and trackers have it."""
+    return {str(number): int(count) for number, count in enumerate(counts)}
+
+
+def together(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One line of ``metrics.jsonl`` for groups of users who trained apart, from that of each group."""
+    line: dict[str, Any] = {key: sum(each[key] for each in lines) for key in ("users", "images")}
+    if "left_out" in (lines[0] if lines else ()):
+        line["left_out"] = sum(each["left_out"] for each in lines)
+    for key, by in (("train_loss", "images"), ("bounded", "users")):
+        known = [each for each in lines if key in each]
+        if known:
+            values, weights = ([each[name] for each in known] for name in (key, by))
+            line[key] = round(float(np.average(values, weights=weights)), 6)
+    return line
