@@ -71,6 +71,8 @@ def check(config: TrainingConfig) -> None:
         ("loss.focal_gamma", config.loss.focal_gamma, 0.0),
         ("server.optimizer", server.optimizer, "sgd"),
         ("server.head_rate_factor", server.head_rate_factor, 1.0),
+        ("evaluation.average", config.evaluation.average, "none"),
+        ("local.optimizer", local.optimizer, "sgd"),
         ("local.num_epochs", local.num_epochs, 1),
         ("local.weight_decay", local.weight_decay, 0.0),
         ("local.max_grad_norm", local.max_grad_norm, None),

@@ -89,6 +89,7 @@ def test_opacus_gets_our_features_first_weights_and_training(
     [
         (["--row=niid-fedavg-iid-fn"], "opacus trains privately, and this run has no privacy"),
         (["--local.num_epochs=2"], "local.num_epochs is 2, and beside opacus it must be 1"),
+        (["--local.optimizer=adam"], "local.optimizer is adam, and beside opacus it must be sgd"),
         (["--data.partition=iid-clients-9-seed-0"], "a user has several images"),
         (["--seed=-1"], "--seed is -1"),
         (["--opacus=/nowhere"], "/nowhere is not there: make opacus-peer installs opacus"),
