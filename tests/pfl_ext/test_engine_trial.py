@@ -177,7 +177,7 @@ def test_pfls_loop_trains_where_no_path_holds(
 ) -> None:
     def setting() -> Setting:
         if more:
-            return Setting(SIZES, FEW, by_images=False, more=[private(len(SIZES), noisy=False)])
+            return Setting(SIZES, by_images=False, more=[private(len(SIZES), noisy=False)])  # clipped
         return Setting(SIZES, FEW)
 
     with card():
