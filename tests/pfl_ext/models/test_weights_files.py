@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from pfl_ext.models.classifier import (
     ImageClassifier,
 )
-from pfl_ext.models.trained import part_of_classes
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
@@ -122,10 +121,10 @@ def broken(weights: dict[str, Tensor], fault: str) -> Any:
 def test_weights_that_do_not_fit_are_refused(
     published: dict[str, Tensor], tmp_path: Path, fault: str, message: str
 ) -> None:
-    path, network = tmp_path / "w.pth", build(pretrained=True)
+    path = tmp_path / "w.pth"
     torch.save(broken(published, fault), path)
     with pytest.raises(ValueError, match=message) as refused:
-        load_weights(network, part_of_classes(network), "resnet18", *read_weights("resnet18", path))
+        build(pretrained=True, weights=path)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -136,14 +135,13 @@ def test_damaged_and_foreign_files_are_refused(
     published: dict[str, Tensor], tmp_path: Path, suffix: str, content: str
 ) -> None:
     path = tmp_path / f"w{suffix}"
-    layer = {"conv1.weight": published["conv1.weight"]}
-    torch.save(layer, path) if suffix == ".pth" else safetensors.torch.save_file(layer, path)
+    torch.save(published, path) if suffix == ".pth" else safetensors.torch.save_file(published, path)
     data = path.read_bytes()
     path.write_bytes(
         {"truncated": data[: len(data) // 2], "html": b"<html>404</html>", "empty": b""}[content]
     )
     with pytest.raises(ValueError, match=r"cannot be read as .* damaged") as refused:
-        read_weights("resnet18", path)
+        build(pretrained=True, weights=path)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
