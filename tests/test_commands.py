@@ -71,7 +71,8 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> None:
             Flair.resolve_data(rest)
         return found, rest
 
-    monkeypatch.setattr(Experiment, "resolve_data", classmethod(resolve_data))
+    for name in ("resolve", "resolve_data"):
+        monkeypatch.setattr(Experiment, name, classmethod(resolve_data))
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
 

@@ -132,11 +132,10 @@ def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: st
         print(kind.benchmark.help(text, f"python -m {module}"))
         return
     logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting logs each RDP order that it skips
-    words, data_path = kind.resolve_data(argv)
-    run = kind.benchmark.parse(words)
+    run, words, data_path = kind.resolve(argv)
     with started(run.runtime):
         kind.ready_data(run, data_path)
-        network = network_words(kind.benchmark, words, lambda either: [directory_of(either, data_path)])
+        network = network_words(kind.benchmark, words, lambda either: [directory_of(either, data_path)], run)
         execute(kind.benchmark.parse([*words, *network]) if network else run, data_path, kind)
 
 

@@ -110,7 +110,17 @@ class Experiment(ABC, Generic[C]):
         Raises:
             ValueError: when a ``--data_path`` is given that does not exist, or a run's file is not there.
         """
+        return cls._data_of(cls.benchmark.parse(argv), argv)
+
+    @classmethod
+    def resolve(cls, argv: Sequence[str]) -> tuple[Run[C], list[str], Path]:
+        """The run that the arguments ask for, and what `resolve_data` makes of them; they are read once."""
         run = cls.benchmark.parse(argv)
+        words, path = cls._data_of(run, argv)
+        return (run if words == list(argv) else cls.benchmark.parse(words)), words, path
+
+    @classmethod
+    def _data_of(cls, run: Run[C], argv: Sequence[str]) -> tuple[list[str], Path]:
         config, scales = run.config, cls.benchmark.scales
         source = cls.source(config)
         if run.origin is None:

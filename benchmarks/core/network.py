@@ -31,7 +31,10 @@ def substitute_words(arch: str) -> list[str]:
 
 
 def network_words(
-    benchmark: Benchmark[Any], argv: Sequence[str], directories: Callable[[AnyRun], Iterable[Path]]
+    benchmark: Benchmark[Any],
+    argv: Sequence[str],
+    directories: Callable[[AnyRun], Iterable[Path]],
+    run: AnyRun | None = None,
 ) -> list[str]:
     """The arguments that fix the network of a pretrained run; none where the user's own words or YAML do.
 
@@ -43,21 +46,24 @@ def network_words(
         benchmark: whose command line it is.
         argv: the arguments of the run, without the network.
         directories: from the run with one of the two networks, where such a run may have begun.
+        run: what the arguments ask for, where they have been read.
 
     Raises:
         ValueError: when there are no weights for either network.
     """
-    words, run = benchmark.words(argv), benchmark.parse(argv)
-    shipped = words.get("config", benchmark.default) in benchmark.settings
-    arch, pretrained = run.config.model.arch, run.config.model.pretrained
-    source = source_of(arch) if shipped and pretrained and not CHOICES & set(words) else None
+    asked = run or benchmark.parse(argv)
+    arch = asked.config.model.arch
+    source = source_of(arch) if asked.config.model.pretrained else None
     if source is None:
+        return []
+    words = benchmark.words(argv)
+    if words.get("config", benchmark.default) not in benchmark.settings or CHOICES & set(words):
         return []
     other = substitute_for(arch)
 
     def choice() -> str:
         substituted = benchmark.parse([*argv, *substitute_words(arch)])
-        places = (*directories(run), *directories(substituted))
+        places = (*directories(asked), *directories(substituted))
         return _begun(arch, other, places) or _reachable(arch, other, source)
 
     chosen = from_main(choice() if is_main() else None)

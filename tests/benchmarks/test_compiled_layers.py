@@ -16,15 +16,18 @@ from tests.benchmarks.test_train import compiled_kernels
 from tests.pfl_ext.engine.cpu.roundings import BFLOAT16, half_rounding, rounding
 
 
-@pytest.mark.parametrize("config", ["fl-r-17", "c-r-17"])
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [("fl-r-17", "--federated.num_rounds=2"), ("c-r-17", "--centralised.num_epochs=1")],
+)
 def test_compiled_layers_learn_what_torchs_learn(
-    config: str, train: Train, capsys: pytest.CaptureFixture[str]
+    config: str, length: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In float32 and in bfloat16, each as near to torch's float32 as its rounding leaves it."""
 
     def run(name: str, *words: str) -> tuple[list[Scored], Tree]:
         with watched() as seen:
-            directory = train(f"--config={config}", "--model.arch=squeezenet1_1", *words, name=name)
+            directory = train(f"--config={config}", length, "--model.arch=squeezenet1_1", *words, name=name)
         return seen, results(directory)
 
     by_torch = "--runtime.cpu_kernels=false"

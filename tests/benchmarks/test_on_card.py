@@ -36,8 +36,9 @@ def test_a_run_on_a_card_ends_as_on_the_cpu(words: str, train: Train) -> None:
     arch, *argv = words.split()
     stock = "--runtime.engine=stock" in argv
     federated = "--config=c-r-17" not in argv
-    small = ["--local.batch_size=4", "--federated.cohort_size=3", "--federated.num_rounds=2"]
-    common = small if federated else []
+    short = ["--local.num_epochs=1", "--local.batch_size=2"]  # so that four graphs are recorded a lane
+    small = [*short, "--federated.cohort_size=3", "--federated.num_rounds=2"]
+    common = small if federated else ["--centralised.num_epochs=1"]
     common = [*common, "--runtime.lanes=1"] if federated and not stock else common
 
     def run(name: str, *more: str) -> tuple[list[Scored], Tree]:

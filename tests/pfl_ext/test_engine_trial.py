@@ -23,12 +23,15 @@ from pfl_ext.engine.selfcheck import PATHS, SelfCheck
 from pfl_ext.engine.tuning import Tuner
 from tests.card import REAL, card, plain
 from tests.pfl_ext.engine.setting import Setting, distance, private
+from tests.pfl_ext.samplings import local_sampling
 
 pytestmark = [
     pytest.mark.skipif(REAL, reason="of the card that is not there"),
     pytest.mark.xdist_group("card"),
 ]
 SIZES = [3, 1, 9, 2, 0, 5]
+FEW = local_sampling(num_epochs=1, batch_size=2, input_size=10)
+"""A lane records four graphs."""
 
 
 def stale(patch: pytest.MonkeyPatch) -> None:
@@ -126,11 +129,11 @@ def test_a_fault_is_found_and_the_next_path_is_taken(
 ) -> None:
     amp = torch.bfloat16 if fault is wrong_layers else None
     with card():
-        theirs = {n: plain(t) for n, t in Setting(SIZES, amp=amp).run(False)[0].items()}
+        theirs = {n: plain(t) for n, t in Setting(SIZES, FEW, amp=amp).run(False)[0].items()}
     if fault is not None:
         fault(monkeypatch)
     check = checked(tmp_path)
-    ours = run(Setting(SIZES, amp=amp), check)
+    ours = run(Setting(SIZES, FEW, amp=amp), check)
     assert check.outcome is not None
     assert (check.outcome["path"], check.outcome["users"]) == (path, 3)
     limit = check.outcome["limit"]
@@ -160,10 +163,10 @@ def test_without_a_home_folder_the_engine_is_checked_and_nothing_kept(
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(tuning, "SHORT", 0.0)
     check, tuner = SelfCheck(), Tuner()
-    run(Setting(SIZES), check)
+    run(Setting(SIZES, FEW), check)
     assert check.outcome is not None
     assert check.outcome["path"] == 0
-    Setting(SIZES, tuner=tuner).run(True, lanes=2)
+    Setting(SIZES, FEW, tuner=tuner).run(True, lanes=2)
     assert tuner.outcome is not None
     assert tuner.outcome["source"] == "timed"
 
@@ -174,8 +177,8 @@ def test_pfls_loop_trains_where_no_path_holds(
 ) -> None:
     def setting() -> Setting:
         if more:
-            return Setting(SIZES, by_images=False, more=[private(len(SIZES), noisy=False)])
-        return Setting(SIZES)
+            return Setting(SIZES, by_images=False, more=[private(len(SIZES), noisy=False)])  # clipped
+        return Setting(SIZES, FEW)
 
     with card():
         theirs = {n: plain(t) for n, t in setting().run(False)[0].items()}
@@ -204,7 +207,11 @@ def test_an_outcome_is_kept_for_the_same_code_network_and_training(
         return real(self, number, *job)
 
     monkeypatch.setattr(SelfCheck, "_tried", tried)
-    for count, setting in [(1, Setting(SIZES)), (1, Setting(SIZES)), (2, Setting(SIZES, learning_rate=0.1))]:
+    for count, setting in [
+        (1, Setting(SIZES, FEW)),
+        (1, Setting(SIZES, FEW)),
+        (2, Setting(SIZES, FEW, learning_rate=0.1)),
+    ]:
         check = checked(tmp_path)
         run(setting, check)
         assert len(counted) == count
@@ -232,7 +239,7 @@ def test_a_path_that_hangs_ends_the_process_and_is_not_tried_again(
 
     monkeypatch.setattr(StepGraphs, "run", wait)
     with pytest.raises(Killed):
-        run(Setting(SIZES), checked(tmp_path, seconds=0.3, end=end))
+        run(Setting(SIZES, FEW), checked(tmp_path, seconds=0.3, end=end))
     assert codes == [75]
     assert "hangs on this machine; start the same command again, which does not" in capsys.readouterr().err
     monkeypatch.setattr(StepGraphs, "run", real)
@@ -242,14 +249,14 @@ def test_a_path_that_hangs_ends_the_process_and_is_not_tried_again(
     of_another = json.dumps({**attempt, "by": [socket.gethostname(), other.pid]})
     noted.write_text(of_another)
     check = checked(tmp_path)
-    run(Setting(SIZES), check)
+    run(Setting(SIZES, FEW), check)
     assert check.outcome is not None
     assert check.outcome["path"] == 0, "another run tries this path just now"
     other.kill()
     other.wait()
     noted.write_text(of_another)
     check = checked(tmp_path)
-    run(Setting(SIZES), check)
+    run(Setting(SIZES, FEW), check)
     assert check.outcome is not None
     assert check.outcome["path"] == 1
     assert "took the process with it" in check.outcome["failures"][0]["why"]
@@ -265,7 +272,7 @@ def test_a_gpu_that_refuses_all_further_work_ends_the_process(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         monkeypatch.setattr(torch.cuda, "synchronize", dead)
-        setting = Setting(SIZES, check=checked(tmp_path))
+        setting = Setting(SIZES, FEW, check=checked(tmp_path))
         with pytest.raises(SystemExit) as ended:
             setting.run(True, lanes=1)
     assert ended.value.code == 75
@@ -312,7 +319,7 @@ def test_corrections_are_compared_and_no_control_variate_is_renewed(
     """SCAFFOLD's and FedDyn's rounds are then those of pfl's loop."""
 
     def setting() -> Setting:
-        return Setting([3, 1, 9, 2, 5, 4], rounds=2, **training)
+        return Setting([3, 1, 9, 2, 5, 4], FEW, rounds=2, **training)
 
     with card():
         theirs = {n: plain(t) for n, t in setting().run(False)[0].items()}
@@ -330,6 +337,6 @@ def test_users_trained_one_by_one_are_compared_too(tmp_path: Path, monkeypatch: 
         if fault is not None:
             fault(monkeypatch)
         check = checked(tmp_path / str(path))
-        run(Setting(SIZES, more=[Postprocessor()]), check)
+        run(Setting(SIZES, FEW, more=[Postprocessor()]), check)
         assert check.outcome is not None
         assert check.outcome["path"] == path

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from typing import get_type_hints
 
 from benchmarks.core.config.sections import ChoosingSection
 from benchmarks.core.config.trees import Tree, section_in
 
 
-def choosing_sections(config: type) -> Iterator[tuple[str, type[ChoosingSection]]]:
+@cache
+def choosing_sections(config: type) -> tuple[tuple[str, type[ChoosingSection]], ...]:
     """The name and the type of each such section of a benchmark's config."""
-    for name, hint in get_type_hints(config).items():
-        section = section_in(hint)
-        if section is not None and issubclass(section, ChoosingSection):
-            yield name, section
+    sections = ((name, section_in(hint)) for name, hint in get_type_hints(config).items())
+    return tuple((name, s) for name, s in sections if s is not None and issubclass(s, ChoosingSection))
 
 
 def without_others_options(config: type, tree: Tree, over: Tree) -> Tree:

@@ -61,10 +61,8 @@ def reasons(rules: Iterator[Idle]) -> Reasons:
 
 def reason_for(key: str, idle: Mapping[str, str]) -> str | None:
     """Why a dotted key has no effect; None where it has one."""
-    for name, why in idle.items():
-        if key == name or (name.endswith(".") and key.startswith(name)):
-            return why
-    return None
+    names = {key, *(key[: place + 1] for place, letter in enumerate(key) if letter == ".")} & idle.keys()
+    return next(why for name, why in idle.items() if name in names) if names else None
 
 
 def idle_by_mode(mode: str) -> Idle:

@@ -37,22 +37,21 @@ def rounds(words: tuple[str, ...], number: int) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("killed", [False, True])
-def test_it_is_the_run_that_was_this_long_from_the_start(name: str, killed: bool, train: Train) -> None:
+def test_it_is_the_run_that_was_this_long_from_the_start(name: str, train: Train) -> None:
     """The short run has ended, or was killed after its second step; it is left as it was."""
     words = CASES[name]
     whole = train(*words, rounds(words, 4), name="whole")
-    if killed:
-        with killed_at(2):
-            short = train(*words, *KEPT, rounds(words, 3), name="short", code=130)
-    else:
-        short = train(*words, *KEPT, rounds(words, 2), name="short")
-    before = {path: path.read_bytes() for path in short.rglob("*") if path.is_file()}
-    longer = train(*words, rounds(words, 4), f"--extend={short}", name="longer")
-    assert timeless(longer) == timeless(whole)
-    assert results(longer)["model_sha256"] == results(whole)["model_sha256"]
-    assert {path: path.read_bytes() for path in short.rglob("*") if path.is_file()} == before
-    train(*words, rounds(words, 4), f"--extend={short}", name="longer")  # shows its results
+    ended = train(*words, *KEPT, rounds(words, 2), name="ended")
+    with killed_at(2):
+        killed = train(*words, *KEPT, rounds(words, 3), name="killed", code=130)
+    for short in (ended, killed):
+        argv = (*words, rounds(words, 4), f"--extend={short}")
+        before = {path: path.read_bytes() for path in short.rglob("*") if path.is_file()}
+        longer = train(*argv, name=f"after-{short.name}")
+        assert timeless(longer) == timeless(whole)
+        assert results(longer)["model_sha256"] == results(whole)["model_sha256"]
+        assert {path: path.read_bytes() for path in short.rglob("*") if path.is_file()} == before
+        train(*argv, name=f"after-{short.name}")  # shows its results
 
 
 def test_a_longer_run_that_is_killed_goes_on_itself(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,7 +173,7 @@ def test_workers_of_which_one_has_internet_train_the_same_network(tmp_path: Path
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == SUBSTITUTE_WORDS
 
 
-@pytest.mark.parametrize("setting", ["fl-f-17", "pfl-f-17", "c-f-17"])
+@pytest.mark.parametrize("setting", ["pfl-f-17", "c-f-17"])
 def test_a_run_without_internet_goes_on_with_its_network_when_there_is_internet(
     setting: str,
     mini_file: Path,

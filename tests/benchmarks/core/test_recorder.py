@@ -24,7 +24,7 @@ from dataset.cli import Stopped
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.ranking import Diverged
-from tests.benchmarks.conftest import RESNET18, Refused, Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core.test_faults import LONG
 from tests.benchmarks.run_files import error_line, lines, results
 
@@ -170,8 +170,9 @@ def test_what_is_not_finite_is_no_score_and_stands_in_no_line() -> None:
 def test_a_run_that_goes_on_after_its_last_round_says_how_it_was_trained(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = (*RESNET18, *SHORT, "--local.momentum=0.9", "--local.weight_decay=0.01")
+    argv = (*SHORT, "--local.momentum=0.9", "--local.weight_decay=0.01")
     whole = train(*argv, name="whole")
+    assert results(whole)["arithmetic"]
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "end", mock.Mock(side_effect=KeyboardInterrupt))
         train(*argv, code=130)

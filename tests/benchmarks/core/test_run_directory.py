@@ -22,7 +22,7 @@ from dataset.cli import run
 from dataset.files import write_bytes, write_json
 from dataset.flair.mini import write_mini
 from dataset.store.hdf5 import DataFile
-from tests.benchmarks.conftest import RESNET18, SMALL, TINY, Train
+from tests.benchmarks.conftest import SMALL, TINY, Train
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.run_files import error_line, results
 from tests.benchmarks.sparing import sparingly
@@ -144,11 +144,11 @@ def test_what_is_said_of_a_longer_run_can_be_typed(
     assert results(tmp_path / "more")["weights"]["sha256"] == results(directory)["model_sha256"]
 
 
-def test_what_is_said_of_a_resnet_from_scratch_can_be_typed(
+def test_what_is_said_of_a_network_with_groupnorm_can_be_typed(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has GroupNorm, of groups that its tensors do not show."""
-    scratch = (*RESNET18, "--model.pretrained=false")
+    """Its tensors do not show the groups."""
+    scratch = ("--model.arch=shufflenet_v2_x0_5", "--model.input_size=16", "--model.pretrained=false")
     words = (*scratch, "--federated.cohort_size=1", "--local.max_images=1", "--model.groups=4")
     first = train(*words, "--federated.num_rounds=1", "--runtime.keep_checkpoints=false")
     train(*words, "--federated.num_rounds=4", code=2)
@@ -158,8 +158,9 @@ def test_what_is_said_of_a_resnet_from_scratch_can_be_typed(
     again = (*words[:-2], *said[1].split(), "--local.max_images=1", "--federated.num_rounds=1")
     train(*again, name="more", code=2)
     assert (
-        "model.groups is 32, but the weights of resnet18 were trained with other groups: set it to 4"
-    ) in (error_line(capsys))
+        "model.groups is 32, but the weights of shufflenet_v2_x0_5 were trained with other groups: "
+        "set it to 4" in error_line(capsys)
+    )
     train(*again, "--model.groups=4", "--model.normalisation=half", name="more", code=2)
     assert "were trained on another input: set it to imagenet" in error_line(capsys)
     train(*again, "--model.groups=4", name="more")

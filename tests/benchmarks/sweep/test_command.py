@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import wandb
 import yaml
-from wandb.apis.public import sweeps as wandb_sweeps
-from wandb.wandb_agent import Agent
 
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
@@ -81,6 +79,10 @@ def test_wandbs_own_agent_runs_what_was_asked_for(
     mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """wandb's Agent itself; only its server's answers are written here."""
+    # Here, as it takes three seconds that only one of xdist's workers need spend.
+    from wandb.apis.public import sweeps as wandb_sweeps
+    from wandb.wandb_agent import Agent
+
     fixed = [f"--data_path={mini_file}", "--run_dir=sweep/{digest}", *SHORT, "--federated.num_rounds=1"]
     fixed.append("--runtime.threads=1")
     command = [*COMMAND[:-1], *fixed, "--runtime.track=wandb", "--runtime.progress=false", "${args}"]

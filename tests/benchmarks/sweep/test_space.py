@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree, dotted
@@ -89,6 +88,9 @@ def test_the_rest_of_a_grid_is_not_listed_for_each_trial(tmp_path: Path) -> None
 
 
 def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:
+    # Here, as it takes three seconds that only one of xdist's workers need spend.
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
     point = {
         "local.learning_rate": 1e-05,
         "augment.flip": "none",

