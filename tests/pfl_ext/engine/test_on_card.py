@@ -51,13 +51,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "single label": {"task": SingleLabel(TrainingLoss(label_smoothing=0.1))},
     "mixed images": {
         "task": SingleLabel(TrainingLoss(mixes=True)),
-        "sampling": local_sampling(input_size=10, batch_size=4, mixup=0.5, cutmix=1.0),
+        "sampling": local_sampling(num_epochs=1, batch_size=4, input_size=10, mixup=0.5, cutmix=1.0),
     },
 }
 
 
 def trained(name: str) -> Setting:
-    return Setting(SIZES, FEW, rounds=2, **TRAININGS[name])
+    return Setting(SIZES, **{"sampling": FEW, "rounds": 2, **TRAININGS[name]})
 
 
 def trained_privately(clipping: Clipping) -> Setting:
