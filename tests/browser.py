@@ -61,6 +61,7 @@ def window(browser: Any, path: Path, width: int, scheme: str) -> Seen:
     size: Any = {"width": width, "height": 900}
     context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
     page = context.new_page()
+    page.set_default_timeout(0)  # pytest has one, for slower machines than playwright's half a minute
     seen = Seen(page, width, scheme, [], [])
     page.on("request", lambda request: seen.requests.append(request.url))
     page.on("console", lambda message: seen.messages.append(message.text))
