@@ -102,7 +102,7 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(choice: str) -> None:
             assert reported[name].weight == value.weight
 
 
-ADAM: dict[str, Any] = {"adam": "adam", "learning_rate": 0.002}
+ADAM: dict[str, Any] = {"adam": "adam", "learning_rate": 0.005}
 LOCAL_TRAININGS: list[dict[str, Any]] = [
     {"clipping": "none", "task": SingleLabel(TrainingLoss(label_smoothing=0.2))},
     {
