@@ -46,7 +46,7 @@ def test_every_page_and_docstring_becomes_a_part_of_the_site(site: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["index", "docs/which_algorithm", "docs/notebooks/train", "reference/pfl_ext.algorithms"]
+    "name", ["index", "docs/which_algorithm", "docs/notebooks/train", "reference/pfl_ext.privacy"]
 )
 def test_a_page_is_read_without_network_at_any_width(site: Path, name: str) -> None:
     with opened(site / f"{name}.html") as windows:
