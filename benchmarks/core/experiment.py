@@ -28,7 +28,7 @@ from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.checkpoint import read_json
 from pfl_ext.data.federated_dataset import ImageStore, Partition
 from pfl_ext.data.normalisation import FIXED, Scale, scale_of
-from pfl_ext.models.checks import check_groups, check_head_rate
+from pfl_ext.models.checks import check_groups, check_head_rate, check_known
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.decoders import encoder_of, outputs_of
 from pfl_ext.models.depths import check_layer_decay
@@ -243,11 +243,12 @@ KINDS: Mapping[Outputs, tuple[str, str]] = {
 
 
 def _check_outputs(arch: str, task: Task) -> None:
-    """Refuse a network whose outputs have another shape than the task's.
+    """Refuse a name of no network, and a network whose outputs have another shape than the task's.
 
     Raises:
-        ValueError: one line that names a network of the other kind.
+        ValueError: one line that names a network which fits.
     """
+    check_known(arch)
     found, needed = outputs_of(arch), task.outputs
     if found != needed:
         encoder = encoder_of(arch)

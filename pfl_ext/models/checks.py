@@ -1,20 +1,37 @@
-"""What is asked of a network that has just been built.
+"""What is asked of a network's name, and of a network that has just been built.
 
 Shape letters: S side of the input, K labels.
 """
 
 from __future__ import annotations
 
+import difflib
+
 import torch
+import torchvision.models as zoo
 from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import outputs_of
 from pfl_ext.models.probing import agree, before_each, two_images
+from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.trained import LAYERS, head_of, new_part
+from pfl_ext.registry import of_ones_own
 
 APART = 1e-4
 """Relative difference of outputs by which rounding in a pass of one image and of two may differ."""
+
+
+def check_known(arch: str) -> None:
+    """Refuse a name that no network has, torchvision's or one of ours or the user's.
+
+    Raises:
+        ValueError: one line with the nearest name.
+    """
+    if arch not in (known := [*zoo.list_models(module=zoo), *NETWORKS.names()]):
+        near = difflib.get_close_matches(arch, known, 1)
+        hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
+        raise ValueError(f"model.arch is {arch!r}, which is not a known network; {hint}{of_ones_own()}")
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ Shape letters: B images of a batch, H x W their stored size, S the side of the n
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import math
@@ -27,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.mixing import is_mixed, mixed
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
-from pfl_ext.models.checks import check_last_layer, check_own_frozen, check_size, wrong_side
+from pfl_ext.models.checks import check_known, check_last_layer, check_own_frozen, check_size, wrong_side
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
@@ -40,7 +39,6 @@ from pfl_ext.models.small import NETWORKS, Configured
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, part_of_classes
 from pfl_ext.models.weights import load_weights, read_weights
-from pfl_ext.registry import of_ones_own
 from pfl_ext.tasks.task import Task
 
 
@@ -153,10 +151,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
         if isinstance(network, Configured | Architecture):
             return network.build(num_labels, config)
         return network(num_labels, config.input_size)
-    if arch not in (known := [*zoo.list_models(module=zoo), *NETWORKS.names()]):
-        near = difflib.get_close_matches(arch, known, 1)
-        hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
-        raise ValueError(f"model.arch is {arch!r}, which is not a known network; {hint}{of_ones_own()}")
+    check_known(arch)
     shape = {"image_size": config.input_size} if arch.startswith("vit_") else {}
     try:
         return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))
