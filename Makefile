@@ -111,7 +111,7 @@ workers-given: np-given
 ##@ Set up
 setup: $(READY) ## install everything into .venv (some minutes, 6 GB: torch with CUDA)
 
-# uv needs some half of pip's time, but knows no mirror of pip's and no certificates of the machine: then pip does it all.
+# uv needs about half of pip's time, but knows no mirror of pip's and no certificates of the machine: then pip does it all.
 HASHED = --no-deps --require-hashes
 LOCKED = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(HASHED)
 $(READY): requirements.lock

@@ -222,15 +222,17 @@ class Ifca(Algorithm[Clusters]):
         After as many draws as are allowed, the first of the most even ones is drawn again, and counts.
         """
         options, k = self.context.options, len(state.own)
-        found: list[IntArray] = []
+        found, fewest = list[IntArray](), list[int]()
         for draw in range(options.max_draws):
             state.own = self._drawn(draw)
             found.append(self._choice(state, users, 0))
             counts = np.bincount(found[-1][found[-1] >= 0], minlength=k)
-            fewest = int(options.balance * counts.sum() / k + 1e-9)
-            if counts.min() >= (fewest or (options.balance > 0 and counts.sum() >= k)):
+            fewest.append(int(counts.min()))
+            share = int(options.balance * counts.sum() / k + 1e-9)
+            one = options.balance > 0 and counts.sum() >= k
+            if fewest[-1] >= max(share, int(one)):
                 return found[-1], draw + 1
-        best = int(np.argmax([np.bincount(each[each >= 0], minlength=k).min() for each in found]))
+        best = int(np.argmax(fewest))
         state.own = self._drawn(best)
         return found[best], options.max_draws
 

@@ -56,12 +56,12 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
     """
     ran, state = list[str](), torch.get_rng_state()
     layers = [(name, layer) for name, layer in backbone.named_modules() if isinstance(layer, LAYERS)]
-    images = two_images(input_size).permute(0, 3, 1, 2) / 255
+    images, of_boxes = two_images(input_size).permute(0, 3, 1, 2) / 255, outputs_of(arch) == "boxes"
     buffers = {name: buffer.clone() for name, buffer in backbone.named_buffers()}
     try:
         with before_each(layers, lambda name, *_: ran.append(name)):
             outputs = backbone.train()(images[:1])
-        together = None if outputs_of(arch) == "boxes" else backbone(images)
+        together = outputs if of_boxes else backbone(images)
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise wrong_side(arch, input_size, fault) from fault
     if not state.equal(torch.get_rng_state()):
@@ -75,14 +75,14 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
             f"model.arch is {arch}, whose buffer {changed[0]} changes with each batch of users' images: use "
             "nn.BatchNorm2d, which is replaced here, or a norm without track_running_stats"
         )
-    if outputs_of(arch) == "boxes" or not isinstance(outputs, Tensor) or outputs.ndim < 2:
+    if of_boxes or not isinstance(outputs, Tensor) or outputs.ndim < 2:
         return ran
     if outputs.shape[1] != num_labels:
         raise ValueError(
             f"model.arch is {arch}, which has {outputs.shape[1]:,} outputs, but there are {num_labels:,} "
             "classes: give its last layer as many outputs, or choose another network"
         )
-    if together is None or len(together) != 2 or not agree(together[:1], outputs, APART):
+    if len(together) != 2 or not agree(together[:1], outputs, APART):
         raise ValueError(
             f"model.arch is {arch}, whose outputs for an image depend on the other images of its batch: use "
             "nn.BatchNorm2d, which is replaced here, or a norm of each image, such as nn.GroupNorm"
