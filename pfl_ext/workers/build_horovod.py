@@ -16,12 +16,15 @@ The published source does not build with a current torch. Only the following is 
    them alone reads the same headers. That saves 40 % of the compiler's work. With CUDA it is not tried.
 
 It needs a C++ compiler and make; cmake is installed by pip if it is missing. It takes 2 to 6 minutes on two
-cores. At the end an all-reduce over two processes under ``horovodrun`` proves that it works here.
+cores. A wheel built for CPU is kept in the user's cache, so that the next environment needs seconds. At the
+end an all-reduce over two processes under ``horovodrun`` proves that it works here.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -33,7 +36,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataset.files import file_digest
+from dataset.files import file_digest, write_bytes
+from pfl_ext.engine.cpu.build import cache_folder, processor
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -220,6 +224,49 @@ def prove() -> None:
     run(command, "the all-reduce over two processes under horovodrun", {**os.environ, "PATH": path})
 
 
+def kept_wheels(torch_version: str) -> Path | None:
+    """The folder for the wheel built for CPU here by these versions; None where there is no home folder.
+
+    Only a wheel for CPU is kept: one for CUDA names files of its own environment.
+    """
+    parts = (Path(__file__).read_text(encoding="utf-8"), torch_version, sys.version, processor())
+    name = f"horovod-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}"
+    return cache / name if (cache := cache_folder()) else None
+
+
+def installed(kept: Path) -> bool:
+    """Install and prove the wheel that was kept, if there is one; whether it works here."""
+    for wheel in kept.glob("*.whl"):
+        try:
+            run(pip("install", "--no-deps", str(wheel)), f"installing {wheel}")
+            prove()
+        except ValueError as reason:
+            print(f"{wheel} is built again: {reason}", file=sys.stderr)
+        else:
+            print(f"Horovod {VERSION} works: {wheel} was built here before, for the same torch")
+            return True
+    return False
+
+
+def build(cuda: Path | None, kept: Path | None, torch_version: str) -> None:
+    """Build and install Horovod, and keep the wheel in ``kept``."""
+    check_tools()
+    kind = f"NCCL, with {cuda}" if cuda else "Gloo on CPU (no whole CUDA toolkit of torch's release found)"
+    print(f"building Horovod {VERSION} for torch {torch_version}: {kind}; some minutes", flush=True)
+    log = Path(tempfile.gettempdir()) / f"horovod-build-{os.getuid()}.log"
+    with tempfile.TemporaryDirectory(prefix="horovod-") as folder:
+        source = fetch(Path(folder))
+        repair(source, cuda)
+        words = ("wheel", "--verbose", "--no-deps", "--no-build-isolation", "--wheel-dir", f"{folder}/built")
+        run(pip(*words, str(source)), "building Horovod", build_environment(cuda), log)
+        (wheel,) = Path(folder, "built").glob("*.whl")
+        run(pip("install", "--no-deps", "--force-reinstall", str(wheel)), "installing Horovod")
+        if kept:
+            with contextlib.suppress(OSError):  # the next environment builds it again
+                kept.mkdir(parents=True, exist_ok=True)
+                write_bytes(kept / wheel.name, wheel.read_bytes())
+
+
 def main(argv: Sequence[str]) -> None:
     """Build, install and prove Horovod, unless this environment has it already."""
     parser = argparse.ArgumentParser(prog="python -m pfl_ext.workers.build_horovod", description=main.__doc__)
@@ -232,19 +279,12 @@ def main(argv: Sequence[str]) -> None:
     import torch
 
     if force or importlib.util.find_spec("horovod") is None:
-        check_tools()
+        run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
         cuda = cuda_home(shutil.which("nvcc"), torch.version.cuda)
-        kind = (
-            f"NCCL, with {cuda}" if cuda else "Gloo on CPU (no whole CUDA toolkit of torch's release found)"
-        )
-        print(f"building Horovod {VERSION} for torch {torch.__version__}: {kind}; some minutes", flush=True)
-        log = Path(tempfile.gettempdir()) / f"horovod-build-{os.getuid()}.log"
-        with tempfile.TemporaryDirectory(prefix="horovod-") as folder:
-            run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
-            source = fetch(Path(folder))
-            repair(source, cuda)
-            words = ["install", "--verbose", "--no-deps", "--no-build-isolation", "--force-reinstall"]
-            run(pip(*words, str(source)), "building Horovod", build_environment(cuda), log)
+        kept = None if cuda else kept_wheels(torch.__version__)
+        if kept and not force and installed(kept):
+            return
+        build(cuda, kept, torch.__version__)
     prove()
     print(f"Horovod {VERSION} works: two processes under horovodrun summed a tensor")
 

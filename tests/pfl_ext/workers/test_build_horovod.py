@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,50 @@ def test_the_systems_nccl_is_taken_where_torch_brings_none(
     environment = build_environment(tmp_path)
     assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert "HOROVOD_NCCL_HOME" not in environment
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `main` does in an environment without Horovod, by a pip whose wheels say "whole"."""
+    done = list[str]()
+
+    def run(command: Sequence[str], what: str, *_: object) -> None:
+        done.append(what.split(" /")[0])
+        if "wheel" in command:
+            Path(command[command.index("--wheel-dir") + 1]).mkdir()
+            Path(command[command.index("--wheel-dir") + 1], "horovod.whl").write_text("whole")
+        if what.startswith("installing /") and Path(command[-1]).read_text() != "whole":
+            raise ValueError("it cannot be read")
+
+    monkeypatch.setattr(build_horovod, "run", run)
+    monkeypatch.setattr(build_horovod, "fetch", lambda folder: folder)
+    for name in ("repair", "check_tools"):
+        monkeypatch.setattr(build_horovod, name, lambda *_: None)
+    monkeypatch.setattr(build_horovod, "cuda_home", lambda *_: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "horovod" else find(name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return done
+
+
+def test_a_second_environment_takes_the_wheel_that_was_built(
+    steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = ["building Horovod", "installing Horovod"]
+    proof = ["the all-reduce over two processes under horovodrun"]
+    for words, wheel, expected in (
+        ([], "whole", [*built, *proof]),
+        ([], "whole", ["installing", *proof]),
+        (["--force"], "whole", [*built, *proof]),
+        ([], "damaged", ["installing", *built, *proof]),
+        ([], "whole", ["installing", *proof]),
+    ):
+        steps.clear()
+        for kept in tmp_path.glob("cache/pfl_ext/horovod-*/horovod.whl"):
+            kept.write_text(wheel)
+        build_horovod.main(words)
+        assert steps[1:] == expected, (words, wheel)
+    monkeypatch.setattr(build_horovod, "cuda_home", lambda *_: tmp_path)
+    steps.clear()
+    build_horovod.main([])
+    assert steps[1:] == [*built, *proof], "a wheel for CUDA names files of its own environment"
