@@ -55,6 +55,7 @@ from pfl_ext.models.dropout import count_left_out
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, adapters_in_words, merged
 from pfl_ext.models.positions import resized_in
 from pfl_ext.models.trained import untrained_head
+from pfl_ext.models.weights import drawn_in, some
 from pfl_ext.tasks import score_kinds
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import connected, current, from_main, is_main
@@ -272,6 +273,8 @@ def _train(
         )
         if resized := resized_in(module):
             print(resized)
+        if drawn := drawn_in(module):
+            print(f"not in the weights, and newly drawn: {some(drawn)}")
         if left_out := count_left_out(module):
             print(
                 f"dropout of {config.model.arch} is removed (layers: {left_out}); --model.dropout true "

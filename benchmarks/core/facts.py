@@ -15,6 +15,7 @@ from dataset.cli import cores
 from dataset.store.hdf5 import DataFile
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.positions import resized_in
+from pfl_ext.models.weights import drawn_in
 from pfl_ext.processor import processor_model
 
 
@@ -22,11 +23,14 @@ from pfl_ext.processor import processor_model
 def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path | None) -> Tree:
     """Facts of a network before its first step: weights, size, normalisation, a checksum of its outputs.
 
-    ``weights`` also says from and to which images a position embedding was interpolated.
+    ``weights`` also says from and to which images a position embedding was interpolated, and which
+    parameters are not in the weights.
     """
     begun, resized = weights_facts(config, weights), resized_in(module)
     if begun is not None and resized is not None:
         begun["position_embedding"] = resized.facts
+    if begun is not None and (drawn := drawn_in(module)):
+        begun["newly_drawn"] = drawn
     norms = Counter(type(m).__name__ for m in module.modules() if "Norm" in type(m).__name__)
     return {
         "weights": begun,

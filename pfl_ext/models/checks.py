@@ -12,7 +12,8 @@ import torchvision.models as zoo
 from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.decoders import outputs_of
+from pfl_ext.models.decoders import new_in, outputs_of
+from pfl_ext.models.lora_targets import selects
 from pfl_ext.models.probing import agree, before_each, two_images
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.trained import LAYERS, head_of, new_part
@@ -119,15 +120,25 @@ def check_last_layer(backbone: nn.Module, config: ModelConfig, num_labels: int, 
         )
 
 
-def check_own_frozen(backbone: nn.Module, config: ModelConfig) -> None:
-    """Refuse to choose what is trained of a network that has frozen some of its parameters itself.
+def check_own_parameters(backbone: nn.Module, config: ModelConfig) -> None:
+    """Refuse to choose what is trained of a network that says so itself.
 
-    ``model.trained`` would train those, or freeze what the network trains in their place.
+    If it has frozen parameters, ``model.trained`` would train those, or freeze what the network trains in
+    their place. If it has new parameters (`new_in`), they would stay as they were drawn.
 
     Raises:
         ValueError: one line that names the first such parameter and the remedy.
     """
-    frozen = [name for name, parameter in backbone.named_parameters() if not parameter.requires_grad]
+    named = dict(backbone.named_parameters())
+    new = new_in(config.arch)
+    if absent := next((name for name in new if not any(selects(name, known) for known in named)), None):
+        raise ValueError(f"{config.arch} declares {absent} as new, but no parameter has this name")
+    if new and config.trained not in ("all", "names"):
+        raise ValueError(
+            f"model.trained is {config.trained}, but {config.arch} has new parameters ({','.join(new)}), "
+            "which would stay as they were drawn: set it to all, or to names with model.trained_names"
+        )
+    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
     if frozen and config.trained != "all":
         others = f" and {len(frozen) - 1:,} more" if len(frozen) > 1 else ""
         raise ValueError(

@@ -26,10 +26,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.mixing import is_mixed, mixed
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
-from pfl_ext.models.checks import check_known, check_last_layer, check_own_frozen, check_size, wrong_side
+from pfl_ext.models.checks import check_known, check_last_layer, check_own_parameters, check_size, wrong_side
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
-from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
+from pfl_ext.models.decoders import Architecture, EncoderDecoder, new_in, taught
 from pfl_ext.models.depths import Depths
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, LeftOut, dropping, keyed, leave_out_of_attention, without_keys
@@ -115,13 +115,13 @@ def build_backbone(
         raise ValueError(f"model.channel_norm is data, but {arch} has no norm for it: set it to group")
     ran = check_size(backbone, arch, config.input_size, num_labels)
     check_last_layer(backbone, config, num_labels, ran)
-    check_own_frozen(backbone, config)
+    check_own_parameters(backbone, config)
     place, of_classes = head_of(backbone)[0], part_of_classes(backbone)
     if config.random_features is not None:
         _insert_random_features(backbone, config, config.random_features, generator)
     if weights is not None:
         head = None if config.keep_head else of_classes
-        load_weights(backbone, head, arch, *read_weights(arch, weights))
+        load_weights(backbone, head, arch, *read_weights(arch, weights), new_in(arch))
         last = backbone.get_submodule(place)
         if isinstance(last, OnRandomFeatures):
             last.random.check_width(config.random_features_width)

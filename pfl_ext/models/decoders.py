@@ -126,6 +126,15 @@ def draws(config: ModelConfig) -> bool:
     return config.dropout or bool(getattr(_registered(config.arch), "drawing", False))
 
 
+def new_in(arch: str) -> tuple[str, ...]:
+    """The parameters that a network of one's own has beside those of its weights, such as prompts.
+
+    Its builder has their names as ``new``, or those of modules, or patterns (`fnmatch`).
+    """
+    names: tuple[str, ...] = getattr(_registered(arch), "new", ())
+    return names
+
+
 def outputs_of(arch: str) -> Outputs:
     """The kind of a network's outputs; the builder of one with a decoder has it as ``outputs``."""
     found: Outputs = getattr(_registered(arch), "outputs", "image")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.decoders import EncoderDecoder
+from pfl_ext.models.lora_targets import selects
 from pfl_ext.models.positions import resize_positions
 from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
 
@@ -21,6 +22,8 @@ WRAPPERS = ("state_dict", "model")
 """Names under which training scripts save a network beside their optimiser."""
 PREFIXES = ("module.", "backbone.")
 """What torch's DistributedDataParallel, and a model that a run of ours saved, put before every name."""
+_DRAWN = "drawn_beside_weights"
+"""Attribute of a network that has new parameters beside those of its weights: their names."""
 EARLIER = (
     (r"\bmlp\.linear_1\.", "mlp.0."),
     (r"\bmlp\.linear_2\.", "mlp.3."),
@@ -77,13 +80,19 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(
-    backbone: nn.Module, head: str | None, arch: str, tensors: dict[str, Tensor], source: str
+    backbone: nn.Module,
+    head: str | None,
+    arch: str,
+    tensors: dict[str, Tensor],
+    source: str,
+    new: Sequence[str] = (),
 ) -> None:
     """Copy every tensor but those of the layers under ``head``: one, or two if the file has a bottleneck.
 
     With ``head`` None every tensor is copied. For a network with a decoder, a classifier's file provides only
     the encoder, and its other tensors are ignored. The position embedding of a vision transformer for images
-    of another size is interpolated (`pfl_ext.models.positions`).
+    of another size is interpolated (`pfl_ext.models.positions`). What ``new`` selects stays as it was drawn
+    where the file has nothing of it; `drawn_in` says so.
 
     Raises:
         ValueError: unless names and all other shapes are exactly the network's.
@@ -108,6 +117,10 @@ def load_weights(
         for name, t in tensors.items()
         if not name.startswith(left_out) and not name.endswith("num_batches_tracked")
     }
+    added = {name for name in wanted if any(selects(pattern, name) for pattern in new)}
+    if added and not added & loaded.keys():
+        vars(backbone)[_DRAWN] = sorted(added)
+        wanted = {name: tensor for name, tensor in wanted.items() if name not in added}
     missing, unexpected = wanted.keys() - loaded.keys(), loaded.keys() - wanted.keys()
     if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
         raise ValueError(
@@ -126,9 +139,9 @@ def load_weights(
         if name in loaded and not _fits(loaded[name], wanted[name])
     ]
     found = [
-        *([f"missing {_some(sorted(missing))}"] if missing else []),
-        *([f"unexpected {_some(sorted(unexpected))}"] if unexpected else []),
-        *([f"of the wrong shape or type {_some(wrong)}"] if wrong else []),
+        *([f"missing {some(sorted(missing))}"] if missing else []),
+        *([f"unexpected {some(sorted(unexpected))}"] if unexpected else []),
+        *([f"of the wrong shape or type {some(wrong)}"] if wrong else []),
     ]
     if found:
         remedy = " with these labels, or set model.keep_head to false" if head is None else ""
@@ -136,6 +149,12 @@ def load_weights(
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(loaded[name])
+
+
+def drawn_in(network: nn.Module) -> list[str]:
+    """The new parameters and buffers of a network for which its weights have nothing."""
+    found = (vars(layer).get(_DRAWN, []) for layer in network.modules())
+    return [name for names in found for name in names]
 
 
 def _name_today(name: str, absent: Container[str]) -> str:
@@ -151,5 +170,6 @@ def _fits(tensor: Tensor, wanted: Tensor) -> bool:
     return same_kind and tensor.shape == wanted.shape
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

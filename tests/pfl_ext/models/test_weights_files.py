@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.error import URLError
 
 import pytest
@@ -13,14 +13,13 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pfl_ext.models.classifier import (
-    ImageClassifier,
-)
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.trained import part_of_classes
-from pfl_ext.models.weights import load_weights, read_weights
+from pfl_ext.models.weights import drawn_in, load_weights, read_weights
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
-from tests.pfl_ext.models.test_models import RESNET18, build
+from tests.pfl_ext.models.test_models import RESNET18, build, drawn
 
 pytestmark = pytest.mark.xdist_group("models")
 """One process runs them all: `drawn_once` remembers networks."""
@@ -169,6 +168,72 @@ def test_weights_that_are_not_there_or_not_named_are_refused(tmp_path: Path) -> 
 def test_weights_of_another_arch_are_refused(weights_file: Path) -> None:
     with pytest.raises(ValueError, match="does not fit resnet50: missing"):
         build("resnet50", pretrained=True, weights=weights_file)
+
+
+class Small(nn.Module):
+    """A convolution with BatchNorm, and the last layer."""
+
+    def __init__(self, num_labels: int, with_adapter: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.adapter = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) if with_adapter else None
+        self.fc = nn.Linear(4, num_labels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted = x if self.adapter is None else x + self.adapter(x)
+        return cast(Tensor, self.fc(self.body(adapted).mean((2, 3))))
+
+
+@pytest.fixture
+def with_adapter(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a network with a layer that its weights do not have."""
+
+    def with_adapter(num_labels: int, input_size: int) -> nn.Module:
+        return Small(num_labels, True)
+
+    vars(with_adapter).update(new=("adapter",))
+    NETWORKS.names()
+    monkeypatch.setattr(NETWORKS, "_things", dict(NETWORKS._things))
+    NETWORKS.register("with_adapter")(with_adapter)
+    return "with_adapter"
+
+
+def test_what_weights_do_not_have_of_a_network_stays_as_it_was_drawn(
+    with_adapter: str, tmp_path: Path
+) -> None:
+    known = Small(17, False).state_dict()
+    torch.save(known, tmp_path / "known.pth")
+    network, fresh = (drawn(with_adapter, 17, True, w) for w in (tmp_path / "known.pth", None))
+    state, before = network.state_dict(), fresh.state_dict()
+    new = [name for name in state if name.startswith("adapter.")]
+    assert drawn_in(network) == sorted(new)
+    assert len(new) == 6
+    assert drawn_in(fresh) == []
+    for name, tensor in state.items():
+        source = before if name in new or name.startswith("fc.") else known
+        assert torch.equal(tensor, source[name]), name
+    torch.save(state, tmp_path / "own.pth")
+    again = drawn(with_adapter, 17, True, tmp_path / "own.pth", keep_head=True)
+    assert drawn_in(again) == [], "its own file has everything"
+    del state[new[0]]
+    torch.save(state, tmp_path / "part.pth")
+    with pytest.raises(ValueError, match=rf"does not fit with_adapter: missing {new[0]};"):
+        drawn(with_adapter, 17, True, tmp_path / "part.pth")
+
+
+@pytest.mark.parametrize("trained", ["head", "lora", "bias"])
+def test_a_part_that_leaves_out_new_parameters_is_refused(with_adapter: str, trained: str) -> None:
+    with pytest.raises(ValueError, match=r"with_adapter has new parameters \(adapter\)"):
+        drawn(with_adapter, 17, True, None, trained=trained)
+    names = drawn(with_adapter, 17, True, None, trained="names", trained_names="adapter,fc")
+    trainable = {name.partition(".")[0] for name, p in names.named_parameters() if p.requires_grad}
+    assert trainable == {"adapter", "fc"}
+
+
+def test_a_name_declared_as_new_must_be_there(with_adapter: str) -> None:
+    vars(NETWORKS[with_adapter])["new"] = ("adapter", "prompts")
+    with pytest.raises(ValueError, match="with_adapter declares prompts as new, but no parameter has this"):
+        drawn(with_adapter, 17, False, None)
 
 
 def test_batchnorm_weights_are_refused_by_groupnorm(weights_file: Path) -> None:
