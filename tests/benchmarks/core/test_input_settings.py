@@ -92,6 +92,7 @@ def test_mixing_is_part_of_the_config_and_of_a_users_sampling(key: str) -> None:
         ),
         (["--augment.mixup=0"], r"augment\.mixup is '0'"),
         (["--augment.cutmix=inf"], r"augment\.cutmix is 'inf'"),
+        (["--augment.cutmix=1e308"], r"augment\.cutmix is '1e308'"),
         (
             ["--augment.mixup=1", "--model.trained=head", "--augment.flip=horizontal", "--augment.views=2"],
             "augment.mixup is 1 and augment.views is 2, but the two cannot be combined",
