@@ -167,7 +167,7 @@ class Ifca(Algorithm[Clusters]):
     @classmethod
     def state_bytes(cls, setup: Setup) -> int:
         """All models in `MODELS`, and in each checkpoint those besides the first."""
-        k, own = setup.options.num_clusters, own_names(setup.module, setup.options.shared)
+        k, own = int(setup.options.num_clusters), own_names(setup.module, setup.options.shared)
         more = (k - 1) * sum(setup.module.get_parameter(name).nbytes for name in own)
         return CHECKPOINTS * more + k * trained_bytes(setup.module)
 
