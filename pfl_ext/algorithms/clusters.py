@@ -111,9 +111,9 @@ def check_differ(setup: Setup, names: Sequence[str]) -> None:
     models = first_models(weights, 2, distance_of(setup), setup.seed, 0)
     one, other = (torch.func.functional_call(module, model, images) for model in models)
     if torch.equal(one, other):
-        constant = not any(w.min() < w.max() for w in weights.values())
-        remedy = "model.trained to another value" if constant else "model.init to xavier"
-        why = "all that it trains is" if constant else "the last layer is"
+        drawn = any(w.ndim > 1 for w in weights.values())
+        remedy = "model.init to xavier" if drawn else "model.trained to another value"
+        why = "the last layer is" if drawn else "all that it trains is"
         raise ValueError(f"ifca would start from equal models, since {why} constant at first: set {remedy}")
 
 

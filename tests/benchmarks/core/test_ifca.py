@@ -325,14 +325,16 @@ def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str,
     refused(message, "--federated.algorithm=ifca", *argv)
 
 
-@pytest.mark.parametrize("zeros, remedy", [("backbone", "model.trained to"), ("backbone.3", "model.init to")])
-def test_equal_first_models_are_refused(zeros: str, remedy: str) -> None:
+@pytest.mark.parametrize("trained, remedy", [("bias", "model.trained to"), ("", "model.init to")])
+def test_equal_first_models_are_refused(trained: str, remedy: str) -> None:
     """Also those that differ before a last layer of zeros."""
     of, network = run_of(tree()), two_layers()
     users = training_data(of, Users(), quadratics.SquaredError())
     Ifca.check(setup(of.config, network, users))
-    for parameter in network.get_submodule(zeros).parameters():
-        nn.init.zeros_(parameter)
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name.endswith(trained))
+        if name.endswith("bias") or name.startswith("backbone.3"):
+            nn.init.zeros_(parameter)
     with pytest.raises(ValueError, match=rf"^ifca would start from equal models, since .*: set {remedy}"):
         Ifca.check(setup(of.config, network, users))
 
