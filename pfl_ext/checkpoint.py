@@ -197,6 +197,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, to
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+CHECKPOINTS = 3
+"""How many of a run there are at once: the last, the one before it, and the one that is being written."""
 MODEL, SERVER = "model/", "optimizer/"
 """Prefixes of names in a checkpoint: of a model's tensors, and of its optimiser's."""
 

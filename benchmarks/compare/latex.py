@@ -134,7 +134,7 @@ def _marks_in_words(groups: Sequence[Group], columns: Sequence[Column]) -> list[
         said.append(
             f"{DAGGER}Score of the server's model, never bold. Users who trained with {trained} do not"
         )
-        said.append("use it: each has a model of its own.")
+        said.append("all use it: they have models of their own, or of their clusters.")
     return said
 
 

@@ -8,11 +8,9 @@ from benchmarks.core.config.sections import TrainingConfig
 from dataset.journal import free
 from pfl_ext.algorithms.algorithm import trained_bytes
 from pfl_ext.algorithms.optimizers import OptimizerConfig
+from pfl_ext.checkpoint import CHECKPOINTS
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import from_main, is_main
-
-CHECKPOINTS = 3
-"""The last, the one before it, and the one that is being written."""
 
 
 def least_bytes(config: TrainingConfig, module: ImageClassifier, of_users: int) -> int:
@@ -25,7 +23,7 @@ def least_bytes(config: TrainingConfig, module: ImageClassifier, of_users: int) 
     Args:
         config: of the run.
         module: the network before its first step.
-        of_users: bytes of the states of all users who train, each of them once.
+        of_users: see `pfl_ext.algorithms.algorithm.Choice.state_bytes`.
     """
     server: OptimizerConfig = config.server if config.mode == "federated" else config.centralised
     moments = (1 if server.momentum else 0) if server.optimizer == "sgd" else 2

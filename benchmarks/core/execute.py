@@ -212,7 +212,9 @@ def _untrained(config: TrainingConfig) -> str:
     federated = config.federated
     if config.mode != "federated" or not federated.chosen.keeps_parts(federated.chosen_options):
         return "untrained model's"
-    return f"untrained server model's, which no user of {federated.name} uses: each user has its own model"
+    return (
+        f"untrained server model's; users of {federated.name} have models of their own, or of their clusters"
+    )
 
 
 def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClassifier:

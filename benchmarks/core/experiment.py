@@ -273,7 +273,15 @@ def trained_task(config: TrainingConfig, task: Task, classes: Sequence[str]) -> 
             "not have: set both to none"
         )
     loss = TrainingLoss.of(config.loss, classes, augment.label_smoothing, augment.mixes)
-    return task if loss.is_plain else task.trained_by(loss)
+    if loss.is_plain:
+        return task
+    kinds = type(task).__mro__
+    last = {
+        name: next(k for k in kinds if name in vars(k)) for name in ("trained_by", "image_losses", "loss")
+    }
+    if not all(issubclass(last["trained_by"], last[name]) for name in ("image_losses", "loss")):
+        return Task.trained_by(task, loss)  # refuses: a loss of one's own would not read this one
+    return task.trained_by(loss)
 
 
 def build_model(

@@ -224,7 +224,7 @@ def check_federated(
     """Refuse what no training could be made of, before anything is written.
 
     Returns:
-        Bytes on disk of the states of all users who train, each of them once.
+        Bytes on disk of what the algorithm keeps besides a model, and of errors of compression.
 
     Raises:
         ValueError: for a cohort larger than the population, a budget that no noise keeps, per-user state

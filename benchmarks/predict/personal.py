@@ -17,9 +17,6 @@ from benchmarks.predict.trained import Trained, network_of
 from dataset.arrays import IntArray
 from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.ifca import Ifca
-from pfl_ext.algorithms.personal_parts import FILE
-from pfl_ext.algorithms.personalised import Personalised
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.lora import merged
 
@@ -44,7 +41,7 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     directory, config = model.record.directory, model.record.config
     federated, folder = config.federated, model.record.directory / "checkpoint"
     chosen: Any = federated.chosen
-    if config.mode != "federated" or not issubclass(chosen, Personalised | Ifca):
+    if config.mode != "federated" or not chosen.has_user_models:
         what = federated.algorithm if config.mode == "federated" else config.mode
         raise ValueError(f"--user {user}: users of {directory} keep no variables ({what}): leave --user out")
     experiment = model.on(file)
@@ -54,22 +51,22 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     RunDirectory(run, directory, file)  # refuses other data
     task = trained_task(config, experiment.task_of(config, len(model.classes)), model.classes)
     module = network_of(model.record, task, len(model.classes), config.model)
-    clustered = issubclass(chosen, Ifca)
-    kept = [] if clustered else chosen.kept_names(module, federated.chosen_options)
-    for path in (folder / "last.safetensors", *([folder / FILE] if kept else [])):
+    store = experiment.split("train")
+    users = training_data(run, store, task, experiment.partition())
+    whole = setup(config, module, users, directory)
+    kept = chosen.files if chosen.state_bytes(whole) else ()
+    for path in (folder / name for name in ("last.safetensors", *kept)):
         if not path.is_file():
             raise ValueError(
                 f"--user {user}: {path} is missing, perhaps because the run removed it at its end: {AGAIN}"
             )
-    store = experiment.split("train")
-    users = training_data(run, store, task, experiment.partition())
     ids = list(users.partition.user_ids)
     if user not in ids:
         raise ValueError(
             f"--user {user}: there is no training user with this id; the {len(ids):,} ids are like {ids[0]}"
         )
     number = ids.index(user)
-    context = run_context(run, setup(config, module, users, directory), CentralEvaluation(store))
+    context = run_context(run, whole, CentralEvaluation(store))
     algorithm = chosen.start(dataclasses.replace(context, compressor=None))
     tensors, account = checkpoint.load(folder / "last.safetensors")
     if account.get("config_sha256") != model.record.outcome["config_sha256"] or not account.get("ended"):
@@ -80,12 +77,9 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
         state = algorithm.load(algorithm.init(config.seed), tensors)
     except ValueError as fault:
         raise ValueError(f"{fault}: restore it, or {AGAIN}") from None
-    if clustered:
+    try:
         own = algorithm.model_of(state, number, federated.num_rounds)
-        network = merged(own.pytorch_model).eval()
-        return dataclasses.replace(model, network=network), algorithm.images.held_out[number]
-    if not algorithm.tunes and not (kept and algorithm.seen[number]):
-        why = "took part in no round" if kept else "keeps nothing, as federated.options.personal is none"
-        raise ValueError(f"--user {user} {why}: leave --user out for the server's model")
-    network = merged(algorithm.model_of(number, federated.num_rounds).pytorch_model).eval()
+    except ValueError as why:
+        raise ValueError(f"--user {user} {why}: leave --user out for the server's model") from None
+    network = merged(own.pytorch_model).eval()
     return dataclasses.replace(model, network=network), algorithm.images.held_out[number]

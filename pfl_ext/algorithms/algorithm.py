@@ -209,6 +209,8 @@ class Choice:
     has_server_model: ClassVar[bool] = False
     """Whether the server has a model of which an average over rounds may be scored and saved
     (``evaluation.average``). `Algorithm.model` must then return the run's model without changing it."""
+    has_user_models: ClassVar[bool] = False
+    """Whether a user may have a model that is not the server's (`Algorithm.model_of`)."""
     once: ClassVar[bool] = False
     """Whether each user sends once in a run; all of them in the only round of a private one."""
     takes: ClassVar[tuple[str, ...]] = ()
@@ -245,7 +247,8 @@ class Choice:
 
     @classmethod
     def state_bytes(cls, setup: Setup) -> int:
-        """Bytes on disk of the states of all users who train, each of them once."""
+        """Bytes on disk of what it keeps besides a model: the states of all users who train, each of them
+        once, and other models of the server."""
         return 0
 
     @classmethod
@@ -291,6 +294,14 @@ class Algorithm(Choice, ABC, Generic[State]):
     @abstractmethod
     def model(self, state: State) -> PyTorchModel:
         """The run's model with the weights that are scored, and that are saved at the end."""
+
+    def model_of(self, state: State, user: int, number: int) -> PyTorchModel:
+        """The run's model with the weights of a user's own model, as it is scored after ``number`` rounds.
+
+        Raises:
+            ValueError: one clause that says why the user has none.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def tensors(self, state: State) -> dict[str, Tensor]:

@@ -16,8 +16,10 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from dataset.arrays import FloatArray, IntArray
+from pfl_ext.algorithms.algorithm import Setup
 from pfl_ext.algorithms.clients import Weights
 from pfl_ext.algorithms.personal_parts import BACKBONE, trained_names
+from pfl_ext.models.probing import two_images
 from pfl_ext.models.trained import new_part
 from pfl_ext.randomness import torch_stream
 
@@ -52,10 +54,15 @@ class Clusters:
         return {**self.shared, **self.own[cluster]}
 
 
-def head_names(module: nn.Module) -> list[str]:
-    """The trained variables of a classifier's head (last layer, bottleneck, decoder), in their order."""
-    head = f"{BACKBONE}{new_part(module.get_submodule(BACKBONE[:-1]))}."
-    return [name for name in trained_names(module) if name.startswith(head.replace("..", "."))]
+def own_names(module: nn.Module, shared: str) -> list[str]:
+    """The trained variables of a classifier that differ between models, in their order.
+
+    Args:
+        module: an `ImageClassifier`.
+        shared: ``encoder`` for those of the head (last layer, bottleneck, decoder), else all.
+    """
+    head = f"{BACKBONE}{new_part(module.get_submodule(BACKBONE[:-1]))}.".replace("..", ".")
+    return [name for name in trained_names(module) if shared != "encoder" or name.startswith(head)]
 
 
 def first_models(
@@ -79,6 +86,35 @@ def first_models(
             model[name] = mean + kept * (w - mean) + distance * w.std(correction=0) * noise
         models.append(model)
     return models
+
+
+def distance_of(setup: Setup) -> float:
+    """How far the first models of a run differ, see `first_models`."""
+    return float(setup.options.distance or (0.1 if setup.pretrained else 1.0))
+
+
+@torch.no_grad()
+def check_differ(setup: Setup, names: Sequence[str]) -> None:
+    """Refuse first models with the same outputs, of which each user would choose the first, and no other one
+    would ever be trained. The last layer of torchvision's vision transformers begins with zeros.
+
+    Args:
+        setup: has the network before its first step.
+        names: the variables that differ between models.
+
+    Raises:
+        ValueError: one line with the remedy.
+    """
+    module = setup.module
+    weights = {name: module.get_parameter(name) for name in names}
+    images = (two_images(module.input_size).to(module.mean.device),)
+    models = first_models(weights, 2, distance_of(setup), setup.seed, 0)
+    one, other = (torch.func.functional_call(module, model, images) for model in models)
+    if torch.equal(one, other):
+        drawn = any(w.ndim > 1 for w in weights.values())
+        remedy = "model.init to xavier" if drawn else "model.trained to another value"
+        why = "the last layer is" if drawn else "all that it trains is"
+        raise ValueError(f"ifca would start from equal models, since {why} constant at first: set {remedy}")
 
 
 def least(losses: FloatArray, images: FloatArray) -> IntArray:

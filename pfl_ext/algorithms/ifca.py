@@ -35,8 +35,6 @@ is no single model for val and test, whose users need not have labels to choose 
 users (`Clusters.largest`) is scored there, saved as ``model.safetensors`` and is ``server`` in the scores of
 users. `MODELS` has all models after the last round.
 
-Users who chose the same model train together, by the engine where it can.
-
 Letters: U users of a run, n users of a cohort, k models.
 """
 
@@ -57,13 +55,23 @@ from torch import Tensor
 from dataset.arrays import IntArray
 from pfl_ext import checkpoint
 from pfl_ext.aggregation.rule import Mean
-from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, register, trained_bytes
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.clusters import Clusters, first_models, head_names, least, numbered, together
-from pfl_ext.algorithms.own_images import OwnImages, Scores, write_users
+from pfl_ext.algorithms.clusters import (
+    Clusters,
+    check_differ,
+    distance_of,
+    first_models,
+    least,
+    numbered,
+    own_names,
+    together,
+)
+from pfl_ext.algorithms.own_images import OwnImages, Scores, check_scored, write_users
 from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personalised import shown
+from pfl_ext.checkpoint import CHECKPOINTS
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import Refusals
@@ -106,6 +114,7 @@ class Ifca(Algorithm[Clusters]):
 
     options: ClassVar[type] = IfcaOptions
     takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack")
+    has_user_models: ClassVar[bool] = True
     idle: ClassVar[str] = "federated.reweight federated.max_importance augment.views"
     refusals: ClassVar[Refusals] = {
         "privacy": (
@@ -120,8 +129,7 @@ class Ifca(Algorithm[Clusters]):
         super().__init__(replace(context, users=self.images.users))
         module = context.model.pytorch_model
         self.names = trained_names(module)
-        own = set(self.names if context.options.shared == "none" else head_names(module))
-        self.own = [name for name in self.names if name in own]
+        self.own = own_names(module, context.options.shared)
         self.stages = self.context.stages(self.names)
         self.clients = Clients(self.context, before=self.stages)
         self._first = self.clients.weights()
@@ -139,35 +147,29 @@ class Ifca(Algorithm[Clusters]):
         Raises:
             ValueError: one line with the reason.
         """
-        options, names = setup.options, trained_names(setup.module)
-        own = names
-        if options.shared == "encoder":
-            own = head_names(setup.module)
-            if not own or len(own) == len(names):
-                which = "nothing but the head is" if own else "the head is not"
-                raise ValueError(
-                    f"federated.options.shared is encoder, but {which} trained: set it to none, or "
-                    "model.trained to all"
-                )
-        variables = dict(setup.module.named_parameters())
-        if not any(variables[name].min() < variables[name].max() for name in own):
+        options, own = setup.options, own_names(setup.module, setup.options.shared)
+        if options.shared == "encoder" and len(own) in (0, len(trained_names(setup.module))):
+            which = "nothing but the head is" if own else "the head is not"
             raise ValueError(
-                "ifca would start from equal models, since all that it trains are constant variables: set "
-                "model.trained to another value"
+                f"federated.options.shared is encoder, but {which} trained: set it to none, or "
+                "model.trained to all"
             )
-        for key in ("score_every", "split_seed"):
-            if getattr(options, key) and not options.held_out:
-                raise ValueError(
-                    f"federated.options.{key} has no effect if federated.options.held_out is 0, because no "
-                    f"images are held out: set held_out to a share, such as 0.25, or leave {key} out"
-                )
+        check_differ(setup, own)
+        check_scored(options)
         if setup.keeps_errors:
             raise ValueError(
                 "compression.options.error_feedback is true, but a user's error belongs to one model, and "
                 "with federated.algorithm ifca it may train another one next: set it to false"
             )
-        size, k = sum(variables[name].nbytes for name in names), options.num_clusters
+        size, k = trained_bytes(setup.module), options.num_clusters
         refuse_beyond_memory(k * size, f"ifca keeps {k:,} models", "lower federated.options.num_clusters")
+
+    @classmethod
+    def state_bytes(cls, setup: Setup) -> int:
+        """All models in `MODELS`, and in each checkpoint those besides the first."""
+        k, own = int(setup.options.num_clusters), own_names(setup.module, setup.options.shared)
+        more = (k - 1) * sum(setup.module.get_parameter(name).nbytes for name in own)
+        return CHECKPOINTS * more + k * trained_bytes(setup.module)
 
     def init(self, seed: int) -> Clusters:
         """The first draw of the models; round 0 may draw them again."""
@@ -179,9 +181,8 @@ class Ifca(Algorithm[Clusters]):
 
     def _drawn(self, draw: int) -> list[Weights]:
         """The variables of the models that differ, in some draw."""
-        options, first = self.context.options, {name: self._first[name] for name in self.own}
-        distance = options.distance or (0.1 if self.context.pretrained else 1.0)
-        return first_models(first, options.num_clusters, distance, self.context.seed, draw)
+        first, k = {name: self._first[name] for name in self.own}, self.context.options.num_clusters
+        return first_models(first, k, distance_of(self.context), self.context.seed, draw)
 
     def round(self, state: Clusters, number: int) -> tuple[Clusters, dict[str, Any]]:
         """Have the cohort choose, train each model by those who chose it, and make the server's steps.
@@ -276,7 +277,8 @@ class Ifca(Algorithm[Clusters]):
 
     def _weight(self, users: IntArray) -> float:
         """The total weight of some users: their number, or the number of their images."""
-        return float(self.context.users.images[users].sum() if self.context.by_images else len(users))
+        by_images = self.context.by_images and self.context.rule.weighs
+        return float(self.context.users.images[users].sum() if by_images else len(users))
 
     def _server_steps(
         self, state: Clusters, updates: Mapping[int, Weights], weights: Sequence[float], number: int
@@ -304,9 +306,11 @@ class Ifca(Algorithm[Clusters]):
         return all(bool(w.isfinite().all()) for part in (state.shared, *state.own) for w in part.values())
 
     def model_of(self, state: Clusters, user: int, number: int) -> PyTorchModel:
-        """The run's model with the weights of a user's cluster, as it is scored after ``number`` rounds."""
-        chosen = self._choice(state, np.array([user], np.int64), number)
-        return self.clients.model(state.weights(max(int(chosen[0]), 0)))
+        """The model of the user's cluster."""
+        (chosen,) = self._choice(state, np.array([user], np.int64), number).tolist()
+        if chosen < 0:
+            raise ValueError("has no images by which a model could be chosen")
+        return self.clients.model(state.weights(chosen))
 
     def scores(
         self, state: Clusters, number: int, rows: list[dict[str, Any]] | None = None
@@ -358,8 +362,10 @@ class Ifca(Algorithm[Clusters]):
         return {"clients": clients, "clusters": {"users": numbered(state.counts), "model": state.largest}}
 
     def tensors(self, state: Clusters) -> dict[str, Tensor]:
-        """All models, the server's optimisers and the users' choices."""
-        found = {SHARED + name: tensor for name, tensor in state.shared.items()} | {CHOSEN: state.chosen}
+        """All models with their frozen layers, the server's optimisers and the users' choices."""
+        whole = state.model.pytorch_model.state_dict().items()
+        found = {checkpoint.MODEL + name: tensor for name, tensor in whole if name not in self.names}
+        found |= {SHARED + name: tensor for name, tensor in state.shared.items()} | {CHOSEN: state.chosen}
         for cluster, own in enumerate(state.own):
             found |= {f"{OWN}{cluster}/{name}": tensor for name, tensor in own.items()}
         optimizer = state.model._central_optimizer
@@ -381,6 +387,7 @@ class Ifca(Algorithm[Clusters]):
             optimizer.state = defaultdict(dict)
             checkpoint.restore_optimizer(optimizer, checkpoint.part(tensors, f"{OPTIMIZER}{place}/"))
             state.optimizers[place] = optimizer.state
+        state.model.pytorch_model.load_state_dict(checkpoint.part(tensors, checkpoint.MODEL), strict=False)
         own = [restored(f"{OWN}{cluster}/") for cluster in range(len(state.own))]
         chosen = tensors[CHOSEN].cpu().clone()
         return Clusters(state.model, restored(SHARED), own, state.optimizers, chosen)

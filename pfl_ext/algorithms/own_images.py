@@ -67,6 +67,20 @@ class OwnImages:
         return np.flatnonzero([len(rows) > 0 for rows in self.held_out]).astype(np.int64)
 
 
+def check_scored(options: Any) -> None:
+    """Refuse options about scores on held-out images where none are held out.
+
+    Raises:
+        ValueError: one line with the option.
+    """
+    for key in ("score_every", "split_seed"):
+        if getattr(options, key) and not options.held_out:
+            raise ValueError(
+                f"federated.options.{key} has no effect if federated.options.held_out is 0, because no "
+                f"images are held out: set held_out to a share, such as 0.25, or leave {key} out"
+            )
+
+
 @dataclass
 class _Scored:
     """One worker's results for the images that it has scored with models of one kind."""

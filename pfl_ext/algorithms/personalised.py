@@ -37,7 +37,7 @@ from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, UserState
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.flat_variables import FlatVariables
-from pfl_ext.algorithms.own_images import OwnImages, Scores, write_users
+from pfl_ext.algorithms.own_images import OwnImages, Scores, check_scored, write_users
 from pfl_ext.algorithms.personal_parts import FILE, UserParts, trained_names
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
@@ -83,6 +83,7 @@ class Personalised(ServerModelAlgorithm):
     idle: ClassVar[str] = "federated.reweight federated.max_importance augment.views"
     files: ClassVar[tuple[str, ...]] = (FILE,)
     has_server_model: ClassVar[bool] = False
+    has_user_models: ClassVar[bool] = True
 
     def __init__(self, context: RunContext) -> None:
         self.images = OwnImages.of(context.users, context.options.held_out, context.options.split_seed)
@@ -137,8 +138,11 @@ class Personalised(ServerModelAlgorithm):
         """The user's own model, to be scored. Here it is x with the user's values in place."""
         return {**x, **self.layout.named(kept)}
 
-    def model_of(self, user: int, number: int) -> PyTorchModel:
-        """The run's model with the weights of a user's own model, as it is scored after ``number`` rounds."""
+    def model_of(self, state: PyTorchModel, user: int, number: int) -> PyTorchModel:
+        """See `Algorithm.model_of`."""
+        if not self.tunes and not (self.layout.length and self.seen[user]):
+            nothing = "keeps nothing, as federated.options.personal is none"
+            raise ValueError("took part in no round" if self.layout.length else nothing)
         x, users = self.clients.weights(), np.array([user], np.int64)
         kept = self.parts.read(users, self.layout.flat(x))
         with self.clients.dealt(users, number):
@@ -152,15 +156,8 @@ class Personalised(ServerModelAlgorithm):
         Raises:
             ValueError: one line with the reason.
         """
-        options = setup.options
-        unread = [key for key in ("score_every", "split_seed") if getattr(options, key)]
-        if unread and not options.held_out:
-            raise ValueError(
-                f"federated.options.{unread[0]} has no effect if federated.options.held_out is 0, "
-                "because no images are held out: set held_out to a share, such as 0.25, or leave "
-                f"{unread[0]} out"
-            )
-        state, most = cls.state_bytes(setup), options.max_state_gb
+        check_scored(setup.options)
+        state, most = cls.state_bytes(setup), setup.options.max_state_gb
         if state / 1e9 > most:
             numbers = state // (4 * setup.touched)
             raise ValueError(

@@ -27,7 +27,7 @@ from pfl_ext.configs import STRICT
 Crop = Literal["crop", "padded", "resized"]
 Flip = Literal["none", "horizontal", "both"]
 Padding = Literal["zero", "reflect"]
-Alpha = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Alpha = Annotated[float, Field(ge=1e-6, le=1e6)]  # far beyond, numpy draws 0 alone
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

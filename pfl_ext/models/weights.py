@@ -145,6 +145,8 @@ def load_weights(
     ]
     if found:
         remedy = " with these labels, or set model.keep_head to false" if head is None else ""
+        if all("pos_embedding" in each for each in (*missing, *unexpected, *wrong)):  # of or for one patch
+            remedy = " for images of this size, or choose another model.input_size"
         raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}{remedy}")
     with torch.no_grad():
         for name, tensor in wanted.items():

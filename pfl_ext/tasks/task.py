@@ -164,7 +164,7 @@ class Task(ABC):
         """
         raise ValueError(
             f"{type(self).__name__} has a loss of its own, which no option changes: leave "
-            "augment.label_smoothing and the keys of loss out"
+            "augment.label_smoothing, augment.mixup, augment.cutmix and the keys of loss out"
         )
 
     def reweighted(self) -> WeightedTask:

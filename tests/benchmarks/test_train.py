@@ -93,7 +93,7 @@ def test_the_saved_model_is_the_one_that_scored_best(train: Train) -> None:
     ("algorithm", "whose"),
     [
         ("fedavg", "untrained model's;"),
-        ("fedper", "untrained server model's, which no user of fedper uses: "),
+        ("fedper", "untrained server model's; users of fedper have models of their own"),
     ],
 )
 def test_a_best_model_that_is_the_untrained_one_is_said(

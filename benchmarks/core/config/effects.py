@@ -168,6 +168,9 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
     if local.effective_learning_rate is not None:
         because = "local.effective_learning_rate is given"
         yield Idle("local.learning_rate", because, "set local.effective_learning_rate to none")
+    size = "max_images" if local.virtual_size is None else "virtual_size"
+    if getattr(local, size) == 1 and not (local.straddle and local.num_epochs > 1):
+        yield Idle("augment.mixup augment.cutmix", f"local.{size} is 1", "raise it")
     if local.virtual_size is not None:
         because = "local.virtual_size is given"
         yield Idle("local.max_images local.cap", because, "set local.virtual_size to none")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from benchmarks.core.config.sections import TrainingConfig
 from pfl_ext.aggregation.rule import MEAN, SpooledOptions
 from pfl_ext.algorithms.algorithm import ALGORITHMS, Setup, trained_bytes
-from pfl_ext.attacks.attack import HONEST
+from pfl_ext.attacks.attack import HONEST, Attack
 from pfl_ext.compression.compressor import PLAIN
 
 
@@ -26,6 +26,7 @@ def check_updates(config: TrainingConfig) -> None:
     Raises:
         ValueError: one line that names the key and what to do.
     """
+    federated = config.federated
     for section, neutral in (
         (config.compression, PLAIN),
         (config.aggregation, MEAN),
@@ -48,13 +49,19 @@ def check_updates(config: TrainingConfig) -> None:
             f"compression does not apply to attackers: set compression.kind to {PLAIN}, or choose "
             "another attack"
         )
-    if getattr(config.compression.chosen_options, "error_feedback", False) and config.federated.replacement:
+    scores = getattr(federated.chosen_options, "held_out", 0.0) > 0
+    if scores and config.attack.chosen.images is not Attack.images:
+        raise ValueError(
+            f"attack.kind is {config.attack.name}, which also changes the labels of attackers' held-out "
+            "images, on which users are scored: set federated.options.held_out to 0, or choose another attack"
+        )
+    if getattr(config.compression.chosen_options, "error_feedback", False) and federated.replacement:
         raise ValueError(
             "compression.options.error_feedback is true, so each user keeps its own state and must not "
             "be drawn twice in a cohort: set federated.replacement or "
             "compression.options.error_feedback to false"
         )
-    if is_spooled(config) and config.federated.replacement:
+    if is_spooled(config) and federated.replacement:
         key = "attack.kind" if config.attack.chosen.colludes else "aggregation.kind"
         section = config.attack if config.attack.chosen.colludes else config.aggregation
         raise ValueError(

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -171,8 +172,11 @@ def two_layers() -> Any:
     )
 
 
-def test_with_a_shared_encoder_it_is_averaged_over_all_clusters(tmp_path: Path) -> None:
-    shared = tree({"federated": {"num_rounds": 1}}, shared="encoder", balance=1.0)
+@pytest.mark.parametrize("kind", ["mean", "median"])
+def test_with_a_shared_encoder_it_is_averaged_over_all_clusters(kind: str, tmp_path: Path) -> None:
+    """By users where the rule counts them alike, however many images they say that they have."""
+    one = {"federated": {"num_rounds": 1}, "aggregation": {"kind": kind}}
+    shared = tree(one, shared="encoder", balance=1.0)
     network = two_layers()
     start = {name: p.detach().clone() for name, p in network.named_parameters()}
     files = RunDirectory(run_of(shared, "fast"), tmp_path)
@@ -186,8 +190,9 @@ def test_with_a_shared_encoder_it_is_averaged_over_all_clusters(tmp_path: Path) 
     updates = []
     for cluster in (0, 1):
         users = algorithm.clients.cohort(0)
-        updates.append(algorithm.clients.mean_update(own[cluster], users[chosen[users] == cluster], 0)[0])
-    sizes = [sum(size for size, c in zip(SIZES, chosen) if c == cluster) for cluster in (0, 1)]
+        updates.append(algorithm._mean_update(own[cluster], users[chosen[users] == cluster], 0)[0])
+    each = SIZES if kind == "mean" else (1,) * len(SIZES)
+    sizes = [sum(size for size, c in zip(each, chosen) if c == cluster) for cluster in (0, 1)]
     for name, before in start.items():
         for cluster in (0, 1):
             after = found.state.weights(cluster)[name]
@@ -241,6 +246,9 @@ def test_two_known_clusters_are_found_and_users_are_scored_with_their_models(tmp
     alone = [vector(algorithm.model_of(found.state, user, 30).pytorch_model) for user in range(8)]
     for user, model in enumerate(alone):
         assert np.array_equal(model, found.models[-1][kinds[user]])
+    nobody = mock.patch.object(algorithm, "_choice", return_value=np.array([-1]))
+    with nobody, pytest.raises(ValueError, match=r"^has no images by which a model could be chosen$"):
+        algorithm.model_of(found.state, 0, 30)
 
 
 SHARED = (f"{OPTION}shared=encoder", f"{OPTION}score_every=2", "--aggregation.kind=median")
@@ -267,7 +275,10 @@ def test_it_is_killed_and_goes_on_bit_for_bit(more: tuple[str, ...], train: Trai
 def test_a_user_is_predicted_with_the_model_of_its_cluster(
     train: Train, mini_file: Path, tmp_path: Path
 ) -> None:
-    directory = train(*IFCA, "--federated.num_rounds=2", f"{OPTION}distance=0.5", "--model.trained=lora")
+    """Whose frozen layers are those of a file."""
+    begun = train("--federated.num_rounds=1", name="begun") / "model.safetensors"
+    words = ("--model.trained=lora", "--model.pretrained=true", f"--weights={begun}")
+    directory = train(*IFCA, "--federated.num_rounds=2", f"{OPTION}distance=0.5", *words)
     names, output = results(directory)["classes"], tmp_path / "p.csv"
     with (directory / "clients.csv").open() as file:
         scored = [row for row in csv.DictReader(file) if row["model"] == "personal"]
@@ -302,6 +313,7 @@ def test_its_updates_are_compressed_and_its_models_are_not(train: Train) -> None
         (["--evaluation.average=ema", "--evaluation.best_by=last"], "no model of the server that could be"),
         (["--federated.reweight=fedir"], "has no effect where federated.algorithm is ifca"),
         (["--devices.drop_out=0.1"], "does not support it"),
+        (["--attack.kind=label_flip"], "held-out images, on which users are scored: set federated.options."),
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = ifca"),
         (
             ["--federated.weighting=users", "--local_privacy.epsilon=4"],
@@ -313,13 +325,27 @@ def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str,
     refused(message, "--federated.algorithm=ifca", *argv)
 
 
-def test_equal_first_models_are_refused() -> None:
-    of, network = run_of(tree()), quadratics.module()
+@pytest.mark.parametrize("trained, remedy", [("bias", "model.trained to"), ("", "model.init to")])
+def test_equal_first_models_are_refused(trained: str, remedy: str) -> None:
+    """Also those that differ before a last layer of zeros."""
+    of, network = run_of(tree()), two_layers()
     users = training_data(of, Users(), quadratics.SquaredError())
-    for parameter in network.parameters():
-        nn.init.zeros_(parameter)
-    with pytest.raises(ValueError, match=r"^ifca would start from equal models"):
+    Ifca.check(setup(of.config, network, users))
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name.endswith(trained))
+        if name.endswith("bias") or name.startswith("backbone.3"):
+            nn.init.zeros_(parameter)
+    with pytest.raises(ValueError, match=rf"^ifca would start from equal models, since .*: set {remedy}"):
         Ifca.check(setup(of.config, network, users))
+
+
+def test_the_disk_has_room_for_all_models() -> None:
+    network = two_layers()
+    for shared, apart in (("none", 13 * 4 + 5 * 3), ("encoder", 5 * 3)):
+        of = run_of(tree(num_clusters=3, shared=shared))
+        users = training_data(of, Users(), quadratics.SquaredError())
+        found = Ifca.state_bytes(setup(of.config, network, users))
+        assert found == 4 * (3 * 2 * apart + 3 * (13 * 4 + 5 * 3))
 
 
 def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:

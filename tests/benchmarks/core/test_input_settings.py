@@ -10,13 +10,14 @@ import pytest
 
 from benchmarks.core.config.digests import config_tree
 from benchmarks.core.config.effects import check_training
-from benchmarks.core.experiment import build_model
+from benchmarks.core.experiment import build_model, trained_task
 from benchmarks.core.features import reason_against
 from benchmarks.flair.config import FLAIR
 from benchmarks.flair.config import parse as parse_flair
 from benchmarks.visual_classification.config import VISION, parse
 from pfl_ext.data.normalisation import scale_of
 from pfl_ext.tasks.single_label import SingleLabel
+from tests.benchmarks.core.quadratics import SquaredError
 from tests.pfl_ext.data.test_normalisation import Pixels
 
 PADDED = "--augment.crop=padded"
@@ -91,6 +92,7 @@ def test_mixing_is_part_of_the_config_and_of_a_users_sampling(key: str) -> None:
         ),
         (["--augment.mixup=0"], r"augment\.mixup is '0'"),
         (["--augment.cutmix=inf"], r"augment\.cutmix is 'inf'"),
+        (["--augment.cutmix=1e308"], r"augment\.cutmix is '1e308'"),
         (
             ["--augment.mixup=1", "--model.trained=head", "--augment.flip=horizontal", "--augment.views=2"],
             "augment.mixup is 1 and augment.views is 2, but the two cannot be combined",
@@ -98,6 +100,14 @@ def test_mixing_is_part_of_the_config_and_of_a_users_sampling(key: str) -> None:
         (
             ["--augment.cutmix=1", "--local.batch_size=1"],
             r"augment\.cutmix has no effect where local\.batch_size is 1: remove it, or raise it",
+        ),
+        (
+            ["--augment.mixup=1", "--local.max_images=1"],
+            r"augment\.mixup has no effect where local\.max_images is 1: remove it, or raise it",
+        ),
+        (
+            ["--augment.cutmix=1", "--local.virtual_size=1", "--federated.weighting=users"],
+            r"augment\.cutmix has no effect where local\.virtual_size is 1",
         ),
         (
             ["--augment.mixup=1", "--mode=centralised", "--centralised.batch_size=1"],
@@ -113,6 +123,29 @@ def test_squares_and_mixtures_that_could_not_be_are_refused(words: list[str], me
     with pytest.raises(ValueError, match=message) as caught:
         parse(words)
     assert "\n" not in str(caught.value)
+
+
+def test_a_single_image_is_mixed_with_itself_where_batches_go_on_across_epochs() -> None:
+    words = ["--augment.mixup=1", "--local.max_images=1", "--local.num_epochs=2"]
+    assert parse([*words, "--local.straddle=true"]).config.augment.mixes
+    with pytest.raises(ValueError, match=r"augment\.mixup has no effect"):
+        parse(words)
+
+
+@pytest.mark.parametrize("word", ["mixup=1", "label_smoothing=0.1"])
+def test_a_task_of_ones_own_keeps_its_scores_and_its_loss(word: str) -> None:
+    class OwnScores(SingleLabel):
+        headline = ("C-accuracy",)
+
+        def __init__(self, more: int) -> None:
+            super().__init__()
+            self.more = more
+
+    config = parse([f"--augment.{word}"]).config
+    trained = trained_task(config, OwnScores(3), ["a", "b"])
+    assert (type(trained), trained.more) == (OwnScores, 3)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"^SquaredError has a loss of its own, which no option changes"):
+        trained_task(config, SquaredError(), ["a", "b"])
 
 
 @pytest.mark.parametrize("word", ["cutout=5", "mixup=0.2", "cutmix=1"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.detection.config import DETECTION, parse
@@ -23,6 +24,7 @@ from dataset.store.index import in_another_split
 from dataset.store.validate import validate
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks import detection_scores
+from pfl_ext.tasks.detection import Detection
 from pfl_ext.tasks.segmentation import Segmentation
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import lines, results, weights
@@ -174,6 +176,19 @@ def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_va
     assert "val" not in results(tracked)
     assert scored[-1]["tracked"]["mAP"] == pytest.approx(results(tracked)["test"]["mAP"], abs=1e-5)
     assert np.array_equal(weights(tracked), weights(directory)), "what is scored changes no weight"
+
+
+def test_a_loss_of_boxes_that_depends_on_other_images_is_not_private(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Detection.image_losses
+
+    def contrasted(task: Detection, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = own(task, outputs, targets)
+        return losses - 0.5 * losses.mean()
+
+    monkeypatch.setattr(Detection, "image_losses", contrasted)
+    refused("Detection.image_losses gives an image another loss", *PRIVATE, *SHORT)
 
 
 @pytest.mark.parametrize(

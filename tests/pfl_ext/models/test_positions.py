@@ -104,7 +104,10 @@ def test_what_cannot_be_interpolated_is_refused(tensors: dict[str, Tensor], mess
 
 
 def test_nothing_is_interpolated_to_a_single_patch() -> None:
-    with pytest.raises(ValueError, match=r"pos_embedding is \(1, 17, 2\)"):
+    message = (
+        r"pos_embedding is \(1, 17, 2\).*; give weights of vit for images of this size, or choose another"
+    )
+    with pytest.raises(ValueError, match=message):
         load_weights(vit(1), HEAD, "vit", state(4), "w.pth")
 
 
