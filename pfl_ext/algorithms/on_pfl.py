@@ -213,7 +213,7 @@ class _Watch(TrainingProcessCallback):
 
 
 class PflLoop(ServerModelAlgorithm):
-    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CentrallyEvaluatedBackend`.
+    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CohortBackend`.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
     The backend checks the algorithm's refusals in every round.
