@@ -54,7 +54,7 @@ TRAIN_LOSS = StringMetricName("training loss")
 
 
 def training_context(
-    round_number: int, cohort_size: int, local: NNTrainHyperParams | None = None, parameters: Any = None
+    round_number: int, cohort_size: int, local: NNTrainHyperParams | None = None
 ) -> CentralContext[Any, Any]:
     """The context that pfl's algorithms pass to a backend for a round; the backend draws the seed itself."""
     return CentralContext(
@@ -64,7 +64,7 @@ def training_context(
         population=Population.TRAIN,
         model_train_params=local,
         model_eval_params=None,
-        algorithm_params=parameters,
+        algorithm_params=None,
         seed=0,
     )
 
