@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 import sys
 import zlib
@@ -42,7 +40,6 @@ from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.engine.tuning import Round, Tuner
 from pfl_ext.engine_trial import Trial, few_of, steady, with_corrections
-from pfl_ext.events import no_running_loop
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
 from pfl_ext.randomness import seed32
 from pfl_ext.rules import Rule, StepCounter, refusals_of, refuse, rule_of
@@ -166,10 +163,14 @@ class CohortBackend(SimulatedBackend):
     def gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """pfl's method, except that the event loop which ``FederatedAlgorithm.run`` uses later stays open."""
+        """pfl's method without an event loop, as the simulation never waits; in Jupyter one runs already."""
         work = self.async_gather_results(model, training_algorithm, central_context=central_context)
-        with no_running_loop(), contextlib.closing(asyncio.new_event_loop()) as loop:
-            return loop.run_until_complete(work)
+        try:
+            work.send(None)
+        except StopIteration as done:
+            result: tuple[Any, Metrics] = done.value
+            return result
+        raise AssertionError("pfl's simulation does not wait")
 
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
