@@ -103,10 +103,8 @@ class FewChannels(Compiled):
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
         if not self.takes(x):
             return followed(super().forward(x), relu, None, pool)
-        if self._first(x, pool):
-            out: Tensor = _First.apply(x, self.weight, self.bias, self, relu)
-        else:
-            out = _Followed.apply(x, self.weight, self.bias, self, After(relu, pool), few_channels)
+        kind: Any = _First if self._first(x, pool) else _Followed
+        out: Tensor = kind.apply(x, self.weight, self.bias, self, After(relu, pool))
         return out
 
     def _first(self, x: Tensor, pool: bool) -> bool:
@@ -139,7 +137,7 @@ class PooledConvolution(Convolution):
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
         if not pool or not float32_images(x) or max(x.shape[2:]) > LARGEST_SIDE:
             return followed(super().forward(x), relu, None, pool)
-        out: Tensor = _Followed.apply(x, self.weight, self.bias, self, After(relu, pool), pooled)
+        out: Tensor = _Followed.apply(x, self.weight, self.bias, self, After(relu, pool))
         return out
 
 
@@ -211,9 +209,10 @@ class _Followed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Compiled, after: After, by: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Compiled, after: After
     ) -> Tensor:
-        out, laid = by(layer.kernels, x, weight, bias, layer.sides, after)
+        compute = pooled if isinstance(layer, PooledConvolution) else few_channels
+        out, laid = compute(layer.kernels, x, weight, bias, layer.sides, after)
         ctx.save_for_backward(weight, *laid)
         ctx.layer, ctx.after = layer, after
         return out
@@ -225,21 +224,21 @@ class _Followed(torch.autograd.Function):
         dx, dw, db = few_channels_backward(
             layer.kernels, e, weight, layer.sides, ctx.after, Laid(*laid), (wanted[0], wanted[1] or wanted[2])
         )
-        return dx, dw, db if wanted[2] else None, None, None, None
+        return dx, dw, db if wanted[2] else None, None, None
 
 
 class _First(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, relu: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, after: After
     ) -> Tensor:
-        out, images = first(layer.kernels, x, weight, bias, layer.sides, relu)
+        out, images = first(layer.kernels, x, weight, bias, layer.sides, after.relu)
         ctx.save_for_backward(weight, images, out)
-        ctx.layer, ctx.relu = layer, relu
+        ctx.layer, ctx.after = layer, after
         return out
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
         weight, images, out = ctx.saved_tensors
-        dw, db = first_backward(ctx.layer.kernels, images, e, out, weight, ctx.relu)
+        dw, db = first_backward(ctx.layer.kernels, images, e, out, weight, ctx.after.relu)
         return None, dw, db if ctx.needs_input_grad[2] else None, None, None
