@@ -143,10 +143,10 @@ class Personalised(ServerModelAlgorithm):
         x, users = self.clients.weights(), np.array([user], np.int64)
         self.parts.begin(users)
         with self.clients.dealt(users, number):
-            kept = self._vector(user, self.layout.flat(x))
+            kept = self.vector_of(user, self.layout.flat(x))
             return self.clients.model(self.own_model(x, kept, user, number))
 
-    def _vector(self, user: int, first: Tensor) -> Tensor:
+    def vector_of(self, user: int, first: Tensor) -> Tensor:
         """v_i ``[P]``; ``first`` for a user without one. The user must be of the last ``parts.begin``."""
         found = self.parts.read(user)
         return first if found is None else found.to(first.device)
@@ -199,7 +199,7 @@ class Personalised(ServerModelAlgorithm):
         with self.clients.dealt(users, number) as mine:
             for place in mine:
                 user = int(users[place])
-                before = self._vector(user, self.first)
+                before = self.vector_of(user, self.first)
                 update, after, seen[place] = self.train_user(x, before, user, number)
                 self.parts.write(user, after)
                 not_finite += not after.isfinite().all()
@@ -271,7 +271,7 @@ class Personalised(ServerModelAlgorithm):
             with self.clients.dealt(part, number) as mine:
                 for place in mine:
                     user = int(part[place])
-                    self.clients.model(self.own_model(x, self._vector(user, newcomer), user, number))
+                    self.clients.model(self.own_model(x, self.vector_of(user, newcomer), user, number))
                     scores.add("personal", [first + place])
         return scores, ["personal", "server"]
 
