@@ -397,8 +397,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def vectors(algorithm: Any, users: int) -> Tensor:
-    """What users keep with a `Personalised` algorithm, ``[users, P]``."""
-    return torch.stack([algorithm.vector_of(user, algorithm.first) for user in range(users)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from benchmarks.core.config.trees import Tree, merge
@@ -28,7 +29,6 @@ from tests.benchmarks.core.quadratics import (
     server,
     traced,
     vector,
-    vectors,
 )
 
 NAMES = ("fedper", "fedrep", "ditto", "pfedme")
@@ -40,6 +40,11 @@ BIAS = np.arange(P) >= P - CLASSES
 def tree_of(name: str, **options: Any) -> Tree:
     """Nobody is scored: all images are trained on, as FedAvg's are."""
     return {"federated": {"algorithm": name, "options": {"held_out": 0, **options}}}
+
+
+def vectors(algorithm: Any, users: int) -> Tensor:
+    """What the users keep, ``[users, p]``."""
+    return torch.stack([algorithm.vector_of(user, algorithm.first) for user in range(users)])
 
 
 class Kept(Trace):

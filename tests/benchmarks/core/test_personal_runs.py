@@ -32,7 +32,8 @@ from pfl_ext.algorithms.personal_parts import FILE
 from pfl_ext.workers.distributed import connected
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics
-from tests.benchmarks.core.quadratics import CLASSES, SIZES, Batch, Trace, run_of, vectors
+from tests.benchmarks.core.quadratics import CLASSES, SIZES, Batch, Trace, run_of
+from tests.benchmarks.core.test_personal import vectors
 from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import last_checkpoint, lines, results
 from tests.benchmarks.sparing import sparingly
