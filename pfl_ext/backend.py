@@ -1,14 +1,12 @@
-"""A pfl backend that trains one cohort in each round, and evaluates on a split that the server holds."""
+"""A pfl backend that trains one cohort in each round."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +40,6 @@ from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.engine.tuning import Round, Tuner
 from pfl_ext.engine_trial import Trial, few_of, steady, with_corrections
-from pfl_ext.events import no_running_loop
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
 from pfl_ext.randomness import seed32
 from pfl_ext.rules import Rule, StepCounter, refusals_of, refuse, rule_of
@@ -51,11 +48,10 @@ from pfl_ext.workers.distributed import begin_work
 
 TRAIN_LOSS = StringMetricName("training loss")
 """Metric: the mean local training loss over a round's images, each at the step with that image."""
-OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 
 
 def training_context(
-    round_number: int, cohort_size: int, local: NNTrainHyperParams | None = None, parameters: Any = None
+    round_number: int, cohort_size: int, local: NNTrainHyperParams | None = None
 ) -> CentralContext[Any, Any]:
     """The context that pfl's algorithms pass to a backend for a round; the backend draws the seed itself."""
     return CentralContext(
@@ -65,7 +61,7 @@ def training_context(
         population=Population.TRAIN,
         model_train_params=local,
         model_eval_params=None,
-        algorithm_params=parameters,
+        algorithm_params=None,
         seed=0,
     )
 
@@ -107,17 +103,13 @@ class AddsUsers(ABC):
         """The sum over these members, each scaled, and their tallies ``[5]`` (`pfl_ext.privacy.central`)."""
 
 
-class CentrallyEvaluatedBackend(SimulatedBackend):
-    """pfl's ``SimulatedBackend`` with four changes, and optionally with the engine's training of users.
+class CohortBackend(SimulatedBackend):
+    """pfl's ``SimulatedBackend`` with three changes, and optionally with the engine's training of users.
 
     * The cohort and every seed of a round are functions of (seed, round). They do not depend on earlier
       draws, so a resumed run repeats nothing.
     * Users are not scored before and after their local training in evaluation rounds (pfl scores each user
-      on its own training images).
-    * The validation population of pfl's ``FederatedNNAlgorithm`` is not a cohort of users but one split that
-      the server holds. Every ``evaluation_frequency`` rounds ``evaluation`` scores the model *at the start of
-      the round*, and ``on_evaluation(round, metrics, model)`` is called before the model changes. So the
-      model kept as best is the one that was scored. (Runs of `pfl_ext.algorithms` score between rounds.)
+      on its own training images). There is no cohort for validation: runs score the model between rounds.
     * pfl's own privacy mechanisms are refused where their noise would come from the public seed. Any
       mechanism is refused where its bound on one user would not hold: before another postprocessor, for a
       cohort with a user twice, and for an algorithm whose ``refusals`` refuse privacy.
@@ -128,7 +120,6 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     after a line on the screen, where the engine does not know the algorithm, pfl's loop trains.
 
     Args:
-        evaluation: scores a model on the central split; needed where pfl's algorithm has a validation cohort.
         accumulate: data type of the sum over users.
         config_hash: is compared between workers, with the round and its cohort, before each reduction.
         check: compares the engine with pfl's loop for the first cohort on a GPU; None: no comparison.
@@ -141,8 +132,6 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         *,
         seed: int,
         postprocessors: Sequence[Postprocessor] = (),
-        evaluation: Callable[[PyTorchModel], Metrics] | None = None,
-        on_evaluation: OnEvaluation = lambda round_number, metrics, model: None,
         engine: CohortEngine | None = None,
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
@@ -165,7 +154,6 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
         self._images, self.engine, self._check = training_data, engine, check
         self._tuner = tuner
-        self._evaluation, self._on_evaluation = evaluation, on_evaluation
         self._seed, self._config_hash = seed, config_hash
 
     @property
@@ -175,26 +163,21 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """pfl's method, except that the event loop which ``FederatedAlgorithm.run`` uses later stays open."""
+        """pfl's method without an event loop, as the simulation never waits; in Jupyter one runs already."""
         work = self.async_gather_results(model, training_algorithm, central_context=central_context)
-        with no_running_loop(), contextlib.closing(asyncio.new_event_loop()) as loop:
-            return loop.run_until_complete(work)
+        try:
+            work.send(None)
+        except StopIteration as done:
+            result: tuple[Any, Metrics] = done.value
+            return result
+        raise AssertionError("pfl's simulation does not wait")
 
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """Train the round's cohort, or score the central split when the context is for validation."""
+        """Train the round's cohort."""
+        assert central_context.population == Population.TRAIN, "set val_cohort_size to None"
         round_number = central_context.current_central_iteration
-        if central_context.population != Population.TRAIN:
-            if self._evaluation is None:
-                raise ValueError(
-                    "a validation cohort, but no evaluation: give the backend one (pfl_ext.evaluation), "
-                    "or set val_cohort_size to None"
-                )
-            begin_work(evaluation=round_number, config=self._config_hash)
-            metrics = self._evaluation(model)
-            self._on_evaluation(round_number, metrics, model)
-            return None, Metrics()
         self._images.set_round(round_number)
         cohort = self._images.cohort(central_context.cohort_size)
         begin_work(round=round_number, cohort=f"{zlib.crc32(cohort.tobytes()):08x}", config=self._config_hash)

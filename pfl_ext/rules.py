@@ -12,9 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.algorithm.fedprox import FedProx as PflFedProx
 from pfl.context import CentralContext
-from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
@@ -143,22 +141,10 @@ def not_noted(model: PyTorchModel) -> Iterator[None]:
         module.noted = noted
 
 
-def mu_of(context: CentralContext) -> float:
-    """The weight of the proximal term in an algorithm's parameters."""
-    return float(get_param_value(context.algorithm_params.mu))
-
-
-PFLS_OWN: Mapping[type, Callable[[CentralContext], Rule]] = {
-    FederatedAveraging: lambda context: Rule(),
-    PflFedProx: lambda context: Rule(mu_of(context)),
-}
-"""Algorithms of pfl's own that the engine can train for."""
-
-
 def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rule | None:
     """The rule of an algorithm in a round; None if no rule can express what its users do."""
-    if type(algorithm) in PFLS_OWN:
-        return PFLS_OWN[type(algorithm)](context)
+    if type(algorithm) is FederatedAveraging:
+        return Rule()
     maker: Callable[..., Rule] | None = getattr(algorithm, "rule", None)
     return None if maker is None else maker(model, context)
 
@@ -166,11 +152,11 @@ def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rul
 def refusals_of(algorithm: Any) -> Refusals:
     """What an algorithm, ours or another, cannot be combined with.
 
-    pfl's FedAvg and FedProx send one update, which a mechanism clips. Any other algorithm must have
+    pfl's FedAvg sends one update, which a mechanism clips. Any other algorithm must have
     ``refusals``, which must include privacy unless it has been argued.
     """
     refusals: Refusals = getattr(algorithm, "refusals", PRIVACY_NOT_ARGUED)
-    return {} if type(algorithm) in PFLS_OWN else refusals
+    return {} if type(algorithm) is FederatedAveraging else refusals
 
 
 def refuse(refusals: Refusals, **circumstances: bool) -> None:

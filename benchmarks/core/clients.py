@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
+from benchmarks.core.config.benchmark import Run
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.experiment import Experiment
 from benchmarks.core.mini import DataSource, Mini
 from benchmarks.core.privacy_statement import ProtectedUnit
 from dataset.partitions.drawn import deals_any, drawers, name_for, read_name
@@ -11,6 +19,75 @@ from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
 from dataset.store.views import PARTITIONED, SingleLabelView
+from pfl_ext.data.federated_dataset import ImageStore
+
+C = TypeVar("C", bound=TrainingConfig)
+FEW_USERS, FEW_BARS = 100, 60
+"""Up to so many users, the results hold how many images each one has; up to so many bars can be read."""
+
+
+class OfClients(Experiment[C]):
+    """A run on the users of a file, or on the clients of a partition of it.
+
+    The config's data section has ``dataset``, ``partition`` and ``taxonomy``. ``val_share`` of each user's
+    training images become val.
+    """
+
+    view_of: ClassVar[type[SingleLabelView]]
+    target: ClassVar[str]
+    """The target of the Makefile that makes the file."""
+    mini: ClassVar[Mini]
+    view: SingleLabelView
+
+    def __init__(self, run: Run[C], file: DataFile, val_share: float) -> None:
+        super().__init__(run, file)
+        data: Any = run.config.data
+        cache = int(run.runtime.cache_gb * 1e9)
+        partition = partition_of(file, data.partition, run.config.seed)
+        dealt = drawn_partition(file, partition, data.taxonomy)
+        self.view = self.view_of(file, partition, data.taxonomy, data.image_size, cache, val_share, dealt)
+
+    @classmethod
+    def source(cls, config: C) -> DataSource:
+        """The file of ``data.dataset``."""
+        data: Any = config.data
+        return data_source(data.dataset, cls.target, cls.mini)
+
+    def split(self, name: str) -> ImageStore:
+        """Images with their targets; val is what is followed over the rounds."""
+        return self.view.split(self.name_in_file(name))
+
+    def split_of_file(self, name: str) -> ImageStore:
+        """Images with their targets."""
+        return self.view.split(name)
+
+    def name_in_file(self, split: str) -> str:
+        """The name of a split in the file: test is followed as val."""
+        return "test" if (split, self.followed) == ("val", "tracked") else split
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes."""
+        return self.view.label_names
+
+    def protected(self) -> ProtectedUnit:
+        """See `protected_unit`."""
+        return protected_unit(self.view)
+
+
+def by_class(view: SingleLabelView, values: Iterable[Any]) -> Tree:
+    """Fractions ``[C]`` in percent by the classes' names, None where one has no score."""
+    pairs = zip(view.label_names, values)
+    return {name: None if np.isnan(value) else 100 * float(value) for name, value in pairs}
+
+
+def draw_classes(results: Tree, key: str, label: str, title: str, folder: Path) -> None:
+    """A bar for each class, where they can be read: ``KEY.png`` of what results hold as ``key``."""
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
+    found = {name: value for name, value in results[key].items() if value is not None}
+    if 0 < len(found) <= FEW_BARS:
+        plots.bars(found, label, title, folder / f"{key}.png")
 
 
 def data_source(name: str, target: str, mini: Mini) -> DataSource:

@@ -28,8 +28,9 @@ from benchmarks.core.tracking import Tracking
 from dataset.cli import Held, Stopped
 from dataset.files import written
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, is_finite
+from pfl_ext.algorithms.algorithm import Algorithm
 from pfl_ext.algorithms.channel import FILE as ERRORS_FILE
+from pfl_ext.algorithms.server_model import ModelState
 from pfl_ext.averaging import ModelAverage
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.ranking import Diverged
@@ -38,26 +39,6 @@ from pfl_ext.workers.distributed import barrier, from_any, from_main, is_main, t
 
 BEST, AVERAGE = "best/", "average/"
 """What the names of the best model's tensors begin with, and those of the average over rounds."""
-
-
-class ModelState:
-    """The parts of a checkpoint for training whose state is a model and its optimiser."""
-
-    def tensors(self, state: PyTorchModel) -> dict[str, torch.Tensor]:
-        """The tensors of the model and its optimiser."""
-        return checkpoint.model_tensors(state)
-
-    def saved(self) -> None:
-        """Nothing else has to know."""
-
-    def is_finite(self, state: PyTorchModel) -> bool:
-        """Whether all that is trained of the model is finite."""
-        return is_finite(state)
-
-    def load(self, state: PyTorchModel, tensors: Mapping[str, torch.Tensor]) -> PyTorchModel:
-        """Put both back."""
-        checkpoint.restore_model(state, tensors)
-        return state
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,13 +12,10 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from benchmarks.core.clients import data_source, drawn_partition, partition_of, protected_unit
+from benchmarks.core.clients import FEW_BARS, FEW_USERS, OfClients
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.experiment import Experiment
-from benchmarks.core.mini import DataSource, Mini
-from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.core.single_users import in_all_splits
 from dataset.arrays import Float32Array, IntArray
 from dataset.files import write_json
@@ -45,38 +42,21 @@ MINI = MiniSpec(
 """The mini data set that is drawn with boxes, and at another size with masks."""
 SHOWN, OF_USERS = 8, 4
 """How many test images are drawn, and of how many users."""
-FEW_USERS, FEW_BARS = 100, 60
-"""Up to so many users, the results hold how many images each one has; up to so many bars can be read."""
 
 
-class OfAnnotatedImages(Experiment[C]):
-    """A run on images with masks or boxes, the users of a file or the clients of a partition of it.
+class OfAnnotatedImages(OfClients[C]):
+    """A run on images with masks or boxes. The config's data section also has ``val_share``."""
 
-    The config's data section has ``dataset``, ``partition``, ``taxonomy`` and ``val_share``.
-    """
-
-    view_of: ClassVar[type[AnnotatedView]]
-    mini: ClassVar[Mini]
+    target = "fedcv-data"
+    view: AnnotatedView
     without_val = "give data.val_share, as 0.1"
     """What to do about a file without val."""
 
     def __init__(self, run: Run[C], file: DataFile) -> None:
-        super().__init__(run, file)
         data: Any = run.config.data
-        cache = int(run.runtime.cache_gb * 1e9)
         if self.followed == "val" and CARVED not in file.splits and not data.val_share:
             raise ValueError(f"{file.path} has no val split, and data.val_share is 0: {self.without_val}")
-        partition = partition_of(file, data.partition, run.config.seed)
-        dealt = drawn_partition(file, partition, data.taxonomy)
-        self.view = self.view_of(
-            file, partition, data.taxonomy, data.image_size, cache, data.val_share, dealt
-        )
-
-    @classmethod
-    def source(cls, config: C) -> DataSource:
-        """The file of ``data.dataset``."""
-        data: Any = config.data
-        return data_source(data.dataset, "fedcv-data", cls.mini)
+        super().__init__(run, file, data.val_share)
 
     def description(self) -> str:
         """Classes and partition."""
@@ -89,34 +69,14 @@ class OfAnnotatedImages(Experiment[C]):
             return None
         return alike(self.file, self.view.taxonomy)
 
-    def split(self, name: str) -> ImageStore:
-        """Images with their annotations."""
-        return self.view.split(self._name_in_file(name))
-
-    def split_of_file(self, name: str) -> ImageStore:
-        """Images with their annotations."""
-        return self.view.split(name)
-
     def check(self) -> None:
         """Refuse a split without anything to learn, or to score, which would be an mIoU or an mAP of 0."""
-        for name in dict.fromkeys(map(self._name_in_file, ("train", "val", *self.final_splits))):
+        for name in dict.fromkeys(map(self.name_in_file, ("train", "val", *self.final_splits))):
             if not self.view.has_truth(name):
                 raise ValueError(
                     f"{name} of {self.file.path} has no {self.view.truth} in {self.view.taxonomy}, so "
                     "nothing can be learnt or scored there: annotate some images, and make the file again"
                 )
-
-    def _name_in_file(self, split: str) -> str:
-        return "test" if (split, self.followed) == ("val", "tracked") else split
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The classes."""
-        return self.view.label_names
-
-    def protected(self) -> ProtectedUnit:
-        """The file's users, or the clients of a partition."""
-        return protected_unit(self.view)
 
     def user_scores(
         self, split: str, columns: Sequence[Mapping[str, float]], label: str, directory: Path, title: str
@@ -208,18 +168,3 @@ def _shown_rows(store: ImageStore) -> IntArray:
     users = min(OF_USERS, len(store.user_ids))
     starts, ends = store.user_offsets[:users], store.user_offsets[1 : users + 1]
     return np.concatenate([np.arange(a, min(a + SHOWN // users, b)) for a, b in zip(starts, ends)])
-
-
-def by_class(view: AnnotatedView, values: Any) -> Tree:
-    """Fractions ``[C]`` in percent by the classes' names, None where one has no score."""
-    pairs = zip(view.label_names, values)
-    return {name: None if np.isnan(value) else 100 * float(value) for name, value in pairs}
-
-
-def draw_classes(results: Tree, key: str, label: str, title: str, folder: Path) -> None:
-    """A bar for each class, where they can be read: ``KEY.png`` of what results hold as ``key``."""
-    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
-
-    found = {name: value for name, value in results[key].items() if value is not None}
-    if 0 < len(found) <= FEW_BARS:
-        plots.bars(found, label, title, folder / f"{key}.png")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 from pfl.metrics import Metrics
 
+from benchmarks.core.clients import FEW_USERS, by_class
 from benchmarks.core.config.trees import Tree
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
 from dataset.partitions.statistics import distances, mean_emd
 from dataset.store.views import SingleLabelView
 from pfl_ext.evaluation import SCORES
-
-FEW_USERS = 100
-"""Up to so many users, the results hold how many images each one has."""
 
 
 def partition_text(task: SingleLabelView) -> str:
@@ -53,23 +50,10 @@ def partition_facts(task: SingleLabelView) -> Tree:
 
 def class_scores(task: SingleLabelView, metrics: Mapping[str, Metrics]) -> Tree:
     """Scores of the reported model: accuracy of each class on test; and the partition it was trained on."""
-    shares = metrics["test"][SCORES].per_class
     return {
-        "per_class_accuracy": {
-            name: None if np.isnan(share) else 100 * float(share)
-            for name, share in zip(task.label_names, shares)
-        },
+        "per_class_accuracy": by_class(task, metrics["test"][SCORES].per_class),
         "partition": partition_facts(task),
     }
-
-
-def draw(results: Tree, title: str, folder: Path) -> None:
-    """Accuracy of each class, where a bar for each can be read."""
-    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
-
-    accuracy = {name: value for name, value in results["per_class_accuracy"].items() if value is not None}
-    if len(accuracy) <= 60:
-        plots.bars(accuracy, "accuracy on test (%)", title, folder / "per_class_accuracy.png")
 
 
 def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:

@@ -19,78 +19,51 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.core.clients import data_source, drawn_partition, partition_of, protected_unit
+from benchmarks.core.clients import OfClients, draw_classes
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
-from benchmarks.core.experiment import Experiment
-from benchmarks.core.mini import CLASSES, DataSource
-from benchmarks.core.privacy_statement import ProtectedUnit
+from benchmarks.core.mini import CLASSES
 from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED, SingleLabelView
-from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.tasks.single_label import SingleLabel
 
 
-class VisualClassification(Experiment[Config]):
+class VisualClassification(OfClients[Config]):
     """This benchmark's side of a run: one class an image, a partition of the file, accuracy."""
 
     benchmark = VISION
+    view_of, target, mini = SingleLabelView, "vision-data", CLASSES
     headline = SingleLabel.headline
     scores_users = True
     scores = ("loss", "accuracy", "C-accuracy")
 
     def __init__(self, run: Run, file: DataFile) -> None:
-        super().__init__(run, file)
-        data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
+        data = run.config.data
         share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
-        partition = partition_of(file, data.partition, run.config.seed)
-        dealt = drawn_partition(file, partition, data.taxonomy)
-        self.task = SingleLabelView(file, partition, data.taxonomy, data.image_size, cache, share, dealt)
+        super().__init__(run, file, share)
         if data.scored == "test":
             self.final_splits, self.followed = ("test",), "tracked"
 
-    @classmethod
-    def source(cls, config: Config) -> DataSource:
-        """The file of ``data.dataset``."""
-        return data_source(config.data.dataset, "vision-data", CLASSES)
-
     def description(self) -> str:
         """Classes, partition, and what is scored over the rounds."""
-        scored = vision_results.followed_text(self.task, self.config.data.scored)
-        return f"{len(self.task.label_names)} classes, {vision_results.partition_text(self.task)}; {scored}"
-
-    def split(self, name: str) -> ImageStore:
-        """Images with their classes; val is what is followed over the rounds."""
-        return self.task.split(self.config.data.scored if name == "val" else name)
-
-    def split_of_file(self, name: str) -> ImageStore:
-        """Images with their classes."""
-        return self.task.split(name)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The classes."""
-        return self.task.label_names
+        scored = vision_results.followed_text(self.view, self.config.data.scored)
+        return f"{len(self.view.label_names)} classes, {vision_results.partition_text(self.view)}; {scored}"
 
     @classmethod
     def task_of(cls, config: Config, num_classes: int) -> SingleLabel:
         """One class an image."""
         return SingleLabel()
 
-    def protected(self) -> ProtectedUnit:
-        """See `protected_unit`."""
-        return protected_unit(self.task)
-
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """Accuracy of each class, and the partition."""
-        return vision_results.class_scores(self.task, metrics)
+        return vision_results.class_scores(self.view, metrics)
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
         """Accuracy of each class."""
-        vision_results.draw(results, title, folder)
+        draw_classes(results, "per_class_accuracy", "accuracy on test (%)", title, folder)
 
     def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
         """Test, of the last model and of the best."""

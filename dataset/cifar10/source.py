@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ from PIL import Image as Picture
 
 from dataset.arrays import ByteArray, IntArray
 from dataset.cli import SourceError
-from dataset.fetch.archives import BoundedHeader, archive_errors
+from dataset.fetch.archives import archive_members
 from dataset.fetch.parquet import batches, readable
 from dataset.fetch.source import BATCH, Image, Records, Source
 from dataset.files import file_digest
@@ -139,7 +138,13 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
             raise ValueError(
                 f"{archive} is damaged (MD5 {digest}, not {spec.md5}); delete it and download it again"
             )
-        splits = _of_binary(spec, dict(_members(archive)), str(archive))
+        most = MAX_ROWS * (PIXELS + 2)
+        held = {
+            member.name: read()
+            for member, size, read in archive_members(archive)
+            if member.suffix == ".bin" and size <= most
+        }
+        splits = _of_binary(spec, held, str(archive))
     elif loose := {path.name: path.read_bytes() for path in found if path.name in wanted}:
         splits = _of_binary(spec, loose, str(folder))
     else:
@@ -166,16 +171,6 @@ def planes_as_rows(pixels: ByteArray) -> ByteArray:
     image. The top third is from red, the middle from green and the bottom from blue.
     """
     return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(pixels.shape)
-
-
-def _members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The ``.bin`` members of an archive by the last part of their name; nothing is unpacked to the disk."""
-    with archive_errors(path), tarfile.open(path, tarinfo=BoundedHeader) as archive:
-        for member in archive:
-            if member.isreg() and member.name.endswith(".bin") and member.size <= MAX_ROWS * (PIXELS + 2):
-                content = archive.extractfile(member)
-                assert content is not None
-                yield Path(member.name).name, content.read()
 
 
 def _of_binary(spec: Cifar, contents: Mapping[str, bytes], origin: str) -> dict[str, Images]:

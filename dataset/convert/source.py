@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,6 @@ class Found:
         image_bytes: approximate size of all images in bytes.
         side: side of square arrays of pixels; 0: other shapes; None: the images are files, such as JPEGs.
         empty_users: users that the source lists without an image.
-        notes: notes for the provenance.
         clients: whether the source says whose each image is; if not, all are of the user `NO_CLIENT`.
         files: the files whose names hold the splits, each with its own.
     """
@@ -66,7 +65,6 @@ class Found:
     image_bytes: int
     side: int | None = None
     empty_users: Sequence[str] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
     clients: bool = True
     files: Sequence[tuple[Path, str | None]] = ()
 
@@ -180,7 +178,6 @@ def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> Conv
             **how.provenance(),
             FOUND_CLASSES: [name for name, names in found.names.items() if names.given is None],
             "records_sha256": digest,
-            **found.notes,
         },
     )
 

@@ -90,7 +90,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
                     stem = f"{split}/{client}" if split else client
                     values = [int(column[number]) for column in labels]
                     rows.add(where, client, f"{stem}/{number}", split, values)
-                for _, block in _blocks(images):
+                for block in _blocks(images):
                     scale.note(block, where)
                     size += len(block) * shape[0] * shape[1] * 3
         parts.append(_part(path, rows, scale))
@@ -132,10 +132,10 @@ def _of_client(
     return images, labels
 
 
-def _blocks(images: h5py.Dataset, start: int = 0) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _blocks(images: h5py.Dataset, start: int = 0) -> Iterator[npt.NDArray[Any]]:
     """The images of a client from ``start`` on, in blocks."""
     for first in range(start, len(images), batches.BATCH):
-        yield first, np.asarray(images[first : first + batches.BATCH])
+        yield np.asarray(images[first : first + batches.BATCH])
 
 
 def _part(path: Path, rows: Rows, scale: Scale) -> Part:
@@ -144,7 +144,7 @@ def _part(path: Path, rows: Rows, scale: Scale) -> Part:
             clients = member(file, EXAMPLES)
             for client in clients:
                 found, _ = _of_client(clients, client, [], f"{path}, {EXAMPLES}/{client}")
-                for _, block in _blocks(found, start):
+                for block in _blocks(found, start):
                     shape = shape_of(block.shape[1:], shown(client))
                     yield from (scale.pixels(image, shape) for image in block)
                 start = max(0, start - len(found))

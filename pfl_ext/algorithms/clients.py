@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.context import CentralContext
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext
-from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.personal_steps import Gradient, InPhases, Loss, Phase, steepest
 from pfl_ext.algorithms.spooled import line_of_rule
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
@@ -114,7 +114,7 @@ class Clients:
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, context.postprocessors)))
         if loss is not None or gradient is not None:
             trainer = OwnSteps(context, loss, gradient or steepest)
-        self._context, self._algorithm = context, FedAvg() if trainer is None else trainer
+        self._context, self._algorithm = context, FederatedAveraging() if trainer is None else trainer
         self._backend = context.backend(before)
 
     @property

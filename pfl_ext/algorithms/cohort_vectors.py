@@ -5,7 +5,7 @@ Letters: U users of a run, P numbers of a vector.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
@@ -13,11 +13,11 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from torch import Tensor
 
 from dataset.arrays import IntArray
-from pfl_ext.algorithms.user_vectors import RowsOnMain, UserVectors
+from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main
 
 
-class CohortVectors(RowsOnMain):
+class CohortVectors:
     """Every user's vector ``[P]``, in the file of `UserVectors`.
 
     Only worker 0 has the file. With several workers it sends the vectors of a round's users before the round
@@ -26,13 +26,13 @@ class CohortVectors(RowsOnMain):
 
     Args:
         num_users: U.
-        length: P.
+        length: P; 0: there is nothing to keep, and no file.
         path: the file; None: a temporary file.
     """
 
     def __init__(self, num_users: int, length: int, path: Path | None) -> None:
         self._length = length
-        self._rows = UserVectors(num_users, length, path) if is_main() else None
+        self._rows = UserVectors(num_users, length, path) if is_main() and length else None
         self._cohort: IntArray | None = None
         self._workers: Workers | None = None
         self._received: dict[int, Tensor] = {}
@@ -60,8 +60,7 @@ class CohortVectors(RowsOnMain):
         """The user's vector at the start of the round; None: never written."""
         if self._workers is not None:
             return self._received.get(user)
-        assert self._rows is not None
-        row = self._rows.read(user)
+        row = None if self._rows is None else self._rows.read(user)
         return None if row is None else torch.tensor(row)
 
     def write(self, user: int, vector: Tensor) -> None:
@@ -85,3 +84,17 @@ class CohortVectors(RowsOnMain):
                     self._rows.write(user, whole.cpu().numpy())
         if self._rows is not None:
             self._rows.end_round()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors for a checkpoint, on worker 0; the vectors themselves stay in their file."""
+        return {} if self._rows is None else self._rows.tensors()
+
+    def saved(self) -> None:
+        """Is called once the checkpoint with the last `tensors` has its final name."""
+        if self._rows is not None:
+            self._rows.saved()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
+        if self._rows is not None:
+            self._rows.load(tensors)

@@ -96,9 +96,10 @@ class WithControls(OnPfl):
     state_key: ClassVar[str] = "federated.options.max_state_gb"
     """Config key of the most disk that users' vectors may take."""
 
-    def __init__(self, controls: Controls) -> None:
-        super().__init__()
-        self.controls = self.user_state = controls
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        path = None if setup.folder is None else setup.folder / self.files[0]
+        self.controls = self.user_state = Controls(setup.module, setup.users.partition.user_ids, path)
 
     def begin(self, cohort: IntArray) -> None:
         """See `OnPfl.begin`."""
@@ -124,16 +125,11 @@ class WithControls(OnPfl):
         """See `Choice.state_bytes`."""
         return setup.touched * trained_bytes(setup.module)
 
-    @classmethod
-    def kept(cls, setup: Setup) -> Controls:
-        """The vectors of a run, with their file in the checkpoints' folder."""
-        path = None if setup.folder is None else setup.folder / cls.files[0]
-        return Controls(setup.module, setup.users.partition.user_ids, path)
-
-    @staticmethod
-    def total_weight(setup: Setup) -> float:
+    @property
+    def total_weight(self) -> float:
         """The sum of the weights of all users of the run; U where every user has the weight 1."""
-        return float(setup.users.total_images if setup.by_images else setup.users.num_users)
+        users = self.setup.users
+        return float(users.total_images if self.setup.by_images else users.num_users)
 
     def check_steps(self, model: PyTorchModel, context: CentralContext) -> None:
         """Refuse local steps to which no correction is added.

@@ -24,7 +24,7 @@ from pfl_ext.rules import Refusals
 
 @register("fedavg")
 class FedAvg(OnPfl):
-    """pfl's ``FederatedAveraging``, with parameters ``NNAlgorithmParams``."""
+    """pfl's ``FederatedAveraging``."""
 
     refusals: ClassVar[Refusals] = {}
     takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack", "devices")

@@ -35,20 +35,17 @@ Private training is refused: h_i outlives the round, and with it what h_i disclo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pfl.algorithm.base import NNAlgorithmParams
 from pfl.context import CentralContext
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from pydantic import PositiveFloat
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Setup, register
+from pfl_ext.algorithms.algorithm import register
 from pfl_ext.algorithms.controls import Controls, WithControls, only_weighted
-from pfl_ext.algorithms.on_pfl import OnPfl
 from pfl_ext.configs import STRICT
 from pfl_ext.rules import Refusals, Rule
 
@@ -56,7 +53,7 @@ FILE = "linear_terms.f32"
 """Name of the file with the users' h_i, beside a run's checkpoints."""
 
 
-@checked_dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=STRICT)
 class FedDynOptions:
     """The options of FedDyn."""
 
@@ -64,14 +61,6 @@ class FedDynOptions:
     """Weight of the term that holds a user near the server's model; the authors' is 0.1 to 0.001."""
     max_state_gb: PositiveFloat = 16.0
     """Most disk space, in GB, for the h_i, each as large as a model, of all users that have taken part."""
-
-
-@dataclass(frozen=True)
-class FedDynParams(NNAlgorithmParams):
-    """pfl's parameters, alpha, and the sum of the weights of all users of the run."""
-
-    alpha: float
-    total_weight: float
 
 
 class DynamicUser:
@@ -111,7 +100,7 @@ class DynamicRule(Rule):
 
 @register("feddyn")
 class FedDyn(WithControls):
-    """FedDyn on pfl's loop, with parameters `FedDynParams`. h is the `Controls`' vector of the server."""
+    """FedDyn on pfl's loop. h is the `Controls`' vector of the server."""
 
     options = FedDynOptions
     title = "FedDyn"
@@ -123,14 +112,6 @@ class FedDyn(WithControls):
     )
     takes: ClassVar[tuple[str, ...]] = ("devices",)
 
-    @classmethod
-    def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
-        """The algorithm, with its file in the checkpoints' folder, and its parameters."""
-        total_weight = cls.total_weight(setup)
-        return cls(cls.kept(setup)), FedDynParams(
-            **common, alpha=setup.options.alpha, total_weight=total_weight
-        )
-
     def rule(self, model: PyTorchModel, context: CentralContext) -> DynamicRule:
         """Local SGD on the objective of this round.
 
@@ -138,14 +119,14 @@ class FedDyn(WithControls):
             ValueError: for local steps to which no correction is added.
         """
         self.check_steps(model, context)
-        return DynamicRule(self.controls, context.algorithm_params.alpha)
+        return DynamicRule(self.controls, self.setup.options.alpha)
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
         """Move h by the mean update times the cohort's share of all weight; subtract ``h / alpha``."""
-        params, controls = context.algorithm_params, self.controls
-        share = float(statistics.weight) / params.total_weight
+        alpha, controls = self.setup.options.alpha, self.controls
+        share = float(statistics.weight) / self.total_weight
         statistics.average()
         mean = controls.flat(dict(statistics.items())).float()
-        controls.end_round(-params.alpha * share * mean)
-        for name, part in controls.named(controls.server / params.alpha).items():
+        controls.end_round(-alpha * share * mean)
+        for name, part in controls.named(controls.server / alpha).items():
             statistics[name] = statistics[name] - part

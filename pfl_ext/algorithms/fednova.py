@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from pfl.algorithm.base import NNAlgorithmParams
 from pfl.context import CentralContext
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
@@ -31,17 +30,10 @@ from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.rules import Refusals, Rule, mu_of
+from pfl_ext.rules import Refusals, Rule
 
 STEPS = "pfl_ext.algorithms.fednova/steps"
 """Key of a user's share of tau_eff, ``[1]``."""
-
-
-@dataclass(frozen=True)
-class FedNovaParams(NNAlgorithmParams):
-    """pfl's parameters, and ``mu``, the weight of ``|w - w_central|^2 / 2`` in every user's loss; 0: none."""
-
-    mu: float = 0.0
 
 
 @lru_cache(maxsize=4096)
@@ -81,7 +73,7 @@ class Normaliser(Rule):
 
 @register("fednova")
 class FedNova(OnPfl):
-    """FedNova on pfl's loop, with parameters `FedNovaParams`."""
+    """FedNova on pfl's loop."""
 
     options = ProximalOptions
     refusals: ClassVar[Refusals] = {
@@ -116,11 +108,6 @@ class FedNova(OnPfl):
             )
 
     @classmethod
-    def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
-        """The algorithm and its parameters."""
-        return cls(), FedNovaParams(**common, **cls.resolved(setup.options))
-
-    @classmethod
     def traffic(cls, module: ImageClassifier) -> Traffic:
         """Besides its update, a user sends its term of tau_eff."""
         down, up = super().traffic(module)
@@ -132,7 +119,7 @@ class FedNova(OnPfl):
         Raises:
             ValueError: for a local optimiser whose steps are not those of SGD with momentum.
         """
-        steps, mu = local_steps(model, context, "FedNova"), mu_of(context)
+        steps, mu = local_steps(model, context, "FedNova"), self.resolved(self.setup.options)["mu"]
         return Normaliser(steps.momentum, steps.rate * mu, mu)
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pfl.algorithm.base import NNAlgorithmParams
-from pfl.algorithm.fedprox import FedProxParams
 from pfl.context import CentralContext
 from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms.algorithm import Setup, register
+from pfl_ext.algorithms.algorithm import register
 from pfl_ext.algorithms.on_pfl import OnPfl
 from pfl_ext.configs import STRICT
-from pfl_ext.rules import Refusals, Rule, mu_of
+from pfl_ext.rules import Refusals, Rule
 
 DEFAULT_MU = 0.01
 
@@ -38,7 +36,7 @@ class ProximalOptions:
 
 @register("fedprox")
 class FedProx(OnPfl):
-    """pfl's FedProx, with parameters ``FedProxParams``."""
+    """pfl's FedProx."""
 
     options = ProximalOptions
     refusals: ClassVar[Refusals] = {}
@@ -49,11 +47,6 @@ class FedProx(OnPfl):
         """The default of mu."""
         return {"mu": DEFAULT_MU if options.mu is None else options.mu}
 
-    @classmethod
-    def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
-        """The algorithm and its parameters."""
-        return cls(), FedProxParams(**common, **cls.resolved(setup.options))
-
     def rule(self, model: PyTorchModel, context: CentralContext) -> Rule:
         """Local SGD with the proximal term."""
-        return Rule(mu_of(context))
+        return Rule(self.resolved(self.setup.options)["mu"])

@@ -7,15 +7,12 @@ A cohort is trained by pfl's loop, one user after another (`OnPfl.train_one_user
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.callback.base import TrainingProcessCallback
 from pfl.context import CentralContext
-from pfl.hyperparam.base import NNEvalHyperParams, get_param_value
+from pfl.hyperparam.base import get_param_value
 from pfl.internal.bridge import FrameworkBridgeFactory as bridges
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
@@ -34,12 +31,11 @@ from pfl_ext.algorithms.algorithm import (
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.algorithms.spooled import line_of_rule
-from pfl_ext.backend import cohort_line
+from pfl_ext.backend import cohort_line, training_context
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
 from pfl_ext.evaluation import autocast_of
-from pfl_ext.events import no_running_loop
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import PrivateMean, noisy_mean_in
 from pfl_ext.privacy.local import LocallyPrivateMean
@@ -128,6 +124,10 @@ class OnPfl(Choice, FederatedAveraging):
     user_state: UserState | None = None
     """State that a run needs to continue, besides the model and the server's optimiser."""
 
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         assert cls.train_one_user is OnPfl.train_one_user, "the engine would not call it: override rule"
@@ -136,15 +136,6 @@ class OnPfl(Choice, FederatedAveraging):
     def start(cls, context: RunContext) -> PflLoop:
         """The algorithm for a run, in pfl's loop."""
         return PflLoop(cls, context)
-
-    @classmethod
-    def build(cls, setup: Setup, **common: Any) -> tuple[FederatedAveraging, NNAlgorithmParams]:
-        """The algorithm and its parameters; ``common`` has the parameters of every algorithm."""
-        return cls(), NNAlgorithmParams(**common)
-
-    def bytes(self, model: PyTorchModel) -> Traffic:
-        """The bytes that each user receives and sends in a round."""
-        return self.traffic(model.pytorch_model)
 
     def begin(self, cohort: IntArray) -> None:
         """Begin a round of these users; all workers call this."""
@@ -199,21 +190,8 @@ class OnPfl(Choice, FederatedAveraging):
         return statistics, Metrics()
 
 
-class _Watch(TrainingProcessCallback):
-    """Keeps the metrics of a round."""
-
-    metrics: Metrics
-
-    def after_central_iteration(
-        self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
-    ) -> tuple[bool, Metrics]:
-        """Keep the metrics; pfl calls this after the server's step."""
-        self.metrics = aggregate_metrics
-        return False, Metrics()
-
-
 class PflLoop(ServerModelAlgorithm):
-    """Runs pfl's ``FederatedAlgorithm.run`` round by round, through `CentrallyEvaluatedBackend`.
+    """Makes the rounds of pfl's ``FederatedAlgorithm.run``, through `CohortBackend`.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
     The backend checks the algorithm's refusals in every round.
@@ -223,13 +201,7 @@ class PflLoop(ServerModelAlgorithm):
 
     def __init__(self, kind: type[OnPfl], context: RunContext) -> None:
         super().__init__(context)
-        self._algorithm, self._params = kind.build(
-            context,
-            central_num_iterations=context.num_rounds,
-            evaluation_frequency=context.num_rounds,
-            train_cohort_size=context.cohort_size,
-            val_cohort_size=None,  # the model is scored between rounds
-        )
+        self._algorithm = kind(context)
         self._stages = context.stages(list(context.model.variable_map))
         self._backend = context.backend(self._stages, context.tuner if kind.tunes_engine else None)
         if context.devices is not None:
@@ -239,7 +211,7 @@ class PflLoop(ServerModelAlgorithm):
                 context.users.partition.user_ids,
                 cohort_size=context.cohort_size,
                 seed=context.seed,
-                sent=self._algorithm.bytes(context.model),
+                sent=kind.traffic(context.module),
             )
 
     @property
@@ -263,25 +235,16 @@ class PflLoop(ServerModelAlgorithm):
                 if isinstance(mechanism, LocallyPrivateMean):
                     line["privacy"] = mechanism.skip(number)
                 return state, line
-        watch = _Watch()
         cohort = users.cohort(self.context.cohort_size, number)
         for stage in self._stages:
             stage.begin(number, cohort)
         self._algorithm.begin(cohort)
-        self._algorithm._current_central_iteration = number
-        with no_running_loop():
-            self._algorithm.run(
-                replace(self._params, central_num_iterations=number + 1),
-                self._backend,
-                state,
-                self.context.local_in(number),
-                NNEvalHyperParams(local_batch_size=None),
-                callbacks=[watch],
-                send_metrics_to_platform=False,
-            )
+        asked = training_context(number, self.context.cohort_size, self.context.local_in(number))
+        sums, metrics = self._backend.gather_results(state, self._algorithm, central_context=asked)
+        state, stepped = self._algorithm.process_aggregated_statistics(asked, metrics, state, sums)
         for stage in self._stages:
             stage.end()
-        line = self._line(watch.metrics)
+        line = self._line(metrics | stepped)
         if users.turnouts is not None:
             turnout = users.turnouts.line(number)
             line |= turnout | {"users": turnout["reported"]}  # pfl counts the placeholder user too
@@ -312,7 +275,7 @@ class PflLoop(ServerModelAlgorithm):
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """The algorithm's traffic, with the compressed size of the update."""
-        traffic: Traffic = self._algorithm.bytes(state)
+        traffic: Traffic = self._algorithm.traffic(self.context.module)
         if self._channel is None:
             return traffic
         return Traffic(

@@ -3,7 +3,7 @@
 In a round the server sends its model x to the cohort. Each user i has a vector v_i, from its last round or,
 in its first round, from the run's first weights. It trains (`Personalised.train_user`), keeps the new v_i,
 and sends an update of the shared variables. The server's optimiser steps on the mean of these updates, with
-FedAvg's weights. v_i is never sent. `pfl_ext.algorithms.personal_parts` stores the v_i.
+FedAvg's weights. v_i is never sent. `pfl_ext.algorithms.cohort_vectors` stores the v_i.
 
 Each user is scored on images of its own that it does not train on (`federated.options.held_out`): at the end
 (``clients`` in ``results.json``) and every `score_every` rounds (``clients`` in ``metrics.jsonl``). Users who
@@ -36,9 +36,10 @@ from torch import Tensor
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, UserState
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
+from pfl_ext.algorithms.cohort_vectors import CohortVectors
 from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.own_images import OwnImages, Scores, check_scored, write_users
-from pfl_ext.algorithms.personal_parts import FILE, UserParts, trained_names
+from pfl_ext.algorithms.personal_parts import FILE, trained_names
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.engine.cpu.twin import CompiledTwin
@@ -47,7 +48,7 @@ from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import current, is_main
 
 SEEN, USERS, CHANNEL = "seen", "users/", "compression/"
-"""Names in a checkpoint: the users who have trained; the prefixes of `UserParts` and of a `Channel`."""
+"""Names in a checkpoint: the users who have trained; the prefixes of their v_i and of a `Channel`."""
 ONLY_OF_COHORTS = "lanes fuse tune check_engine"
 """Fields of the runtime that an algorithm does not read whose users all train in pfl's loop."""
 SHOWN = ("mean", "std", "lowest decile", "highest decile")
@@ -95,7 +96,7 @@ class Personalised(ServerModelAlgorithm):
         self.shared = [name for name in trained_names(module) if name in shared]
         self.channel = self.context.channel(self.shared)
         path = None if context.folder is None else context.folder / FILE
-        self.parts = UserParts(context.users.num_users, self.layout, path)
+        self.parts = CohortVectors(context.users.num_users, self.layout.length, path)
         self.seen = torch.zeros(context.users.num_users, dtype=torch.bool)
         self._kept_finite = True
 
@@ -144,9 +145,15 @@ class Personalised(ServerModelAlgorithm):
             nothing = "keeps nothing, as federated.options.personal is none"
             raise ValueError("took part in no round" if self.layout.length else nothing)
         x, users = self.clients.weights(), np.array([user], np.int64)
-        kept = self.parts.read(users, self.layout.flat(x))
+        self.parts.begin(users)
         with self.clients.dealt(users, number):
-            return self.clients.model(self.own_model(x, kept[0], user, number))
+            kept = self.vector_of(user, self.layout.flat(x))
+            return self.clients.model(self.own_model(x, kept, user, number))
+
+    def vector_of(self, user: int, first: Tensor) -> Tensor:
+        """v_i ``[P]``; ``first`` for a user without one. The user must be of the last ``parts.begin``."""
+        found = self.parts.read(user)
+        return first if found is None else found.to(first.device)
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -180,25 +187,30 @@ class Personalised(ServerModelAlgorithm):
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Train the cohort, and make a step of the server's optimiser on the mean of the shared updates."""
         x, users = self.clients.weights(), self.clients.cohort(number)
-        kept, seen = self.parts.read(users, self.first), self.clients.unseen(users)
-        after = torch.zeros_like(kept)
+        seen = self.clients.unseen(users)
+        not_finite = seen.new_zeros(1)
+        self.parts.begin(users)
         total = {name: torch.zeros_like(x[name], dtype=self.context.accumulate) for name in self.shared}
         if self.channel is not None:
             self.channel.begin(number, users)
         with self.clients.dealt(users, number) as mine:
             for place in mine:
-                update, after[place], seen[place] = self.train_user(x, kept[place], int(users[place]), number)
+                user = int(users[place])
+                before = self.vector_of(user, self.first)
+                update, after, seen[place] = self.train_user(x, before, user, number)
+                self.parts.write(user, after)
+                not_finite += not after.isfinite().all()
                 if self.channel is not None and seen[place, 0]:
-                    update = self.channel.sent(update, int(users[place]))
+                    update = self.channel.sent(update, user)
                 weight = float(seen[place, 0]) if self.context.by_images else 1.0
                 for name, tensor in total.items():
                     tensor.add_(update[name].to(tensor.dtype), alpha=weight)
         if (workers := current()) is not None:
-            workers.sum_model([seen, after], list(total.values()))
+            workers.sum_model([seen, not_finite], list(total.values()))
         if self.channel is not None:
             self.channel.end()
-        self._kept_finite = bool(after.isfinite().all())  # the same on every worker
-        self.parts.write(users, after)
+        self._kept_finite = not not_finite.any()  # the same on every worker
+        self.parts.end()
         self.seen[users] = True
         weight = float(seen[:, 0].double().sum()) if self.context.by_images else float(len(users))
         weight = weight or 1.0  # nobody has an image: all sums are 0
@@ -252,10 +264,11 @@ class Personalised(ServerModelAlgorithm):
         newcomer = self.layout.flat(x)
         for first in range(0, len(users), block):
             part = users[first : first + block]
-            kept = self.parts.read(part, newcomer)
+            self.parts.begin(part)
             with self.clients.dealt(part, number) as mine:
                 for place in mine:
-                    self.clients.model(self.own_model(x, kept[place], int(part[place]), number))
+                    user = int(part[place])
+                    self.clients.model(self.own_model(x, self.vector_of(user, newcomer), user, number))
                     scores.add("personal", [first + place])
         return scores, ["personal", "server"]
 

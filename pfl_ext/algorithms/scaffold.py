@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pfl.algorithm.base import NNAlgorithmParams
 from pfl.context import CentralContext
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
@@ -54,7 +53,7 @@ from torch import Tensor
 from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.controls import Controls, WithControls, only_weighted
 from pfl_ext.algorithms.fednova import coefficient_sum
-from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
+from pfl_ext.algorithms.on_pfl import local_steps
 from pfl_ext.configs import STRICT
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import Correction as Correction
@@ -87,19 +86,6 @@ class ScaffoldOptions:
     """Place of the correction: in the gradient, before clipping, or after the step; none: gradient."""
     max_state_gb: PositiveFloat = 16.0
     """Most disk space, in GB, for the c_i, each as large as a model, of all users that have taken part."""
-
-
-@dataclass(frozen=True)
-class ScaffoldParams(NNAlgorithmParams):
-    """pfl's parameters and SCAFFOLD's own.
-
-    ``total_weight`` is the sum of the weights of all users of the run; U where every user has the weight 1.
-    ``option`` and ``correction``: see the module.
-    """
-
-    total_weight: float
-    option: Option = "II"
-    correction: Correction = "gradient"
 
 
 def sent(controls: Controls, vector: Tensor) -> dict[str, Tensor]:
@@ -175,7 +161,7 @@ class CorrectedRule(Rule):
 
 @register("scaffold")
 class Scaffold(WithControls):
-    """SCAFFOLD on pfl's loop, with parameters `ScaffoldParams`."""
+    """SCAFFOLD on pfl's loop."""
 
     options = ScaffoldOptions
     title, state_key = "SCAFFOLD", "federated.max_state_gb"
@@ -220,18 +206,6 @@ class Scaffold(WithControls):
         super().check(setup)
 
     @classmethod
-    def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
-        """The algorithm, with its file in the checkpoints' folder, and its parameters."""
-        chosen = cls.resolved(setup.options)
-        params = ScaffoldParams(
-            **common,
-            total_weight=cls.total_weight(setup),
-            option=chosen["scaffold_option"],
-            correction=chosen["scaffold_correction"],
-        )
-        return cls(cls.kept(setup)), params
-
-    @classmethod
     def traffic(cls, module: ImageClassifier) -> Traffic:
         """The model and c go down; the update and ``c_i+ - c_i`` go up."""
         down, up = super().traffic(module)
@@ -243,14 +217,15 @@ class Scaffold(WithControls):
         Raises:
             ValueError: when the local optimiser is not SGD with momentum.
         """
-        params, steps = context.algorithm_params, local_steps(model, context, "SCAFFOLD")
+        steps, chosen = local_steps(model, context, "SCAFFOLD"), self.resolved(self.setup.options)
         self.check_steps(model, context)
         rate = self.controls.rates(steps.rate, steps.factors)
-        return CorrectedRule(self.controls, Renewal(params.option, params.correction, rate, steps.momentum))
+        form = Renewal(chosen["scaffold_option"], chosen["scaffold_correction"], rate, steps.momentum)
+        return CorrectedRule(self.controls, form)
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
         """Add the cohort's weighted change, over the weight of all users, to c; average the updates."""
-        share = float(statistics.weight) / context.algorithm_params.total_weight
+        share = float(statistics.weight) / self.total_weight
         statistics.average()
         keys = [key for key in statistics if key.startswith(CHANGE)]
         changes = {key.removeprefix(CHANGE): statistics.pop(key)[0] for key in keys}

@@ -144,23 +144,3 @@ class UserVectors:
                     f"number {user} differs)"
                 )
         self._find_free()
-
-
-class RowsOnMain:
-    """Vectors of users in the file of `UserVectors`, which only worker 0 has: their part in checkpoints."""
-
-    _rows: UserVectors | None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint, on worker 0; the vectors themselves stay in their file."""
-        return {} if self._rows is None else self._rows.tensors()
-
-    def saved(self) -> None:
-        """Is called once the checkpoint with the last `tensors` has its final name."""
-        if self._rows is not None:
-            self._rows.saved()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's `tensors`. Raises ValueError as `UserVectors.load` does."""
-        if self._rows is not None:
-            self._rows.load(tensors)

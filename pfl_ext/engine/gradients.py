@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
-from pfl_ext.engine.cpu.convolutions import Convolution, FewChannels
+from pfl_ext.engine.cpu.convolutions import Convolution, FewChannels, by_torch
 from pfl_ext.engine.cpu.depthwise import Depthwise
 from pfl_ext.privacy.mechanisms import MARGIN
 
@@ -267,20 +267,7 @@ def convolution_backward(
     """Gradients of a convolution's input and weights. Those that are not ``wanted`` are not tensors."""
     if isinstance(layer, Convolution | FewChannels | Depthwise) and layer.takes(x) and e.dtype == x.dtype:
         return layer.gradients(x, e, wanted)
-    out = torch.ops.aten.convolution_backward(
-        e,
-        x.to(e.dtype),
-        layer.weight.to(e.dtype),
-        None,
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        False,
-        [0, 0],
-        layer.groups,
-        [*wanted, False],
-    )
-    return out[0], out[1]
+    return by_torch(layer, x, e, wanted)
 
 
 def squared_norm(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.prefix import MapClassifier
 from pfl_ext.models.probing import agree, before_each, two_images
 from pfl_ext.models.random_features import OnRandomFeatures
 
@@ -44,7 +45,7 @@ class _FromFeatures(nn.Module):
         return cast(Tensor, self.trained(features))
 
 
-class FeatureClassifier(ImageClassifier):
+class FeatureClassifier(MapClassifier):
     """The trained layers of a classifier, which take features ``[B, D]`` instead of images.
 
     It shares all layers with ``whole`` and has the same parameters under the same names. So a checkpoint of
@@ -52,16 +53,7 @@ class FeatureClassifier(ImageClassifier):
     """
 
     def __init__(self, whole: ImageClassifier, trained: str, width: int) -> None:
-        backbone = _FromFeatures(whole.backbone, trained)
-        super().__init__(backbone, task=whole.task, input_size=whole.input_size)
-        self.depths = whole.depths
-        self.to(whole.mean.device)
-        self._width = width
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """``[D]``."""
-        return (self._width,)
+        super().__init__(whole, _FromFeatures(whole.backbone, trained), (width,))
 
     @property
     def trained_part(self) -> nn.Module:
@@ -72,15 +64,6 @@ class FeatureClassifier(ImageClassifier):
     def memory_format(self) -> torch.memory_format:
         """The contiguous format, the only one for features."""
         return torch.contiguous_format
-
-    @torch.no_grad()
-    def prepare(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The features ``[B, D]`` and the targets, unchanged."""
-        return images.float(), targets
-
-    def forward(self, images: Tensor, crops: Tensor | None = None) -> Tensor:
-        """Outputs ``[B, K]`` of features ``[B, D]``."""
-        return cast(Tensor, self.backbone(images.float()))
 
 
 def entering(layer: nn.Module, run: Callable[[], Result], name: str = "") -> tuple[Tensor, Result]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,8 +34,7 @@ from torch import Tensor, nn
 
 from benchmarks.core.code_version import commit
 from benchmarks.core.facts import hardware
-from pfl_ext.algorithms.controls import Controls
-from pfl_ext.algorithms.scaffold import Scaffold, ScaffoldParams
+from pfl_ext.algorithms.scaffold import Scaffold, ScaffoldOptions
 
 LOSSES = {"a": (1.0, 0.0), "b": (4.0, 1.0)}
 START, ROUNDS, STEPS = 3.0, 40, 10
@@ -95,8 +95,10 @@ def end(kind: str, rate: float) -> float:
         algorithm = SCAFFOLD()
         params = SCAFFOLDParams(*common, len(LOSSES), option == "I", InMemoryUserStateStorage())
     elif name == "ours":
-        algorithm = Scaffold(Controls(module, list(LOSSES)))
-        params = ScaffoldParams(*common, float(len(LOSSES)), "I" if option == "I" else "II")
+        users = SimpleNamespace(partition=SimpleNamespace(user_ids=list(LOSSES)), num_users=len(LOSSES))
+        options = ScaffoldOptions("I" if option == "I" else "II")
+        run: Any = SimpleNamespace(options=options, module=module, users=users, by_images=False, folder=None)
+        algorithm = Scaffold(run)
     local = NNTrainHyperParams(local_num_epochs=STEPS, local_learning_rate=rate, local_batch_size=1)
     backend = SimulatedBackend(data, data, [WeightByUser()])
     steps = _swapped if name == "pfl with c_i - c" else _steps

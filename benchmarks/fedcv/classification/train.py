@@ -15,13 +15,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from benchmarks.core.clients import data_source
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment
-from benchmarks.core.mini import CLASSES, DataSource
 from benchmarks.fedcv.classification.config import CLASSIFICATION
-from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.train import VisualClassification
 from dataset.cli import run as run_command
 
@@ -29,12 +26,7 @@ from dataset.cli import run as run_command
 class FederatedClassification(VisualClassification):
     """Hsu, Qi and Brown's benchmark with FedCV's protocol."""
 
-    benchmark = CLASSIFICATION
-
-    @classmethod
-    def source(cls, config: Config) -> DataSource:
-        """The file of ``data.dataset``."""
-        return data_source(config.data.dataset, "fedcv-data", CLASSES)
+    benchmark, target = CLASSIFICATION, "fedcv-data"
 
     def show(self, results: Tree) -> None:
         """The rows; those of the paper stand in the settings' files."""

@@ -10,8 +10,9 @@ import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.clients import by_class
 from benchmarks.core.config.trees import Tree
-from benchmarks.fedcv.experiment import by_class, partition_facts, shown
+from benchmarks.fedcv.experiment import partition_facts, shown
 from dataset.store.annotated_view import AnnotatedView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import SCORES

@@ -19,12 +19,13 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.clients import draw_classes
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.mini import Mini, mini_file
 from benchmarks.fedcv.detection import results as box_results
 from benchmarks.fedcv.detection.config import DETECTION, Config, Run
-from benchmarks.fedcv.experiment import MINI, OfAnnotatedImages, draw_classes
+from benchmarks.fedcv.experiment import MINI, OfAnnotatedImages
 from dataset.cli import run as run_command
 from dataset.flair.mini_outlines import write_boxed
 from dataset.store.box_view import BoxView

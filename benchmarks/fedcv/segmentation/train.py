@@ -20,10 +20,11 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.clients import draw_classes
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.mini import Mini, mini_file
-from benchmarks.fedcv.experiment import MINI, OfAnnotatedImages, draw_classes
+from benchmarks.fedcv.experiment import MINI, OfAnnotatedImages
 from benchmarks.fedcv.segmentation import results as mask_results
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, Config
 from dataset.cli import run as run_command

@@ -23,7 +23,6 @@ from pfl_ext.engine.cpu.narrow import (
     first,
     first_backward,
     pooled,
-    pooled_backward,
 )
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
@@ -117,12 +116,10 @@ def _of_small_networks(
             y = F.max_pool2d(y, 2) if after.pool else y
             error = e[:, : y.shape[1], : y.shape[2], : y.shape[3]].contiguous()
             gradients = torch.autograd.grad(y, leaves, error)
-        if kernel.shape[0] == 5:
-            out, laid = few_channels(kernels, given, kernel, shift, padding, after)
+        if kernel.shape[0] == 5 or after.pool:
+            computed = few_channels if kernel.shape[0] == 5 else pooled
+            out, laid = computed(kernels, given, kernel, shift, padding, after)
             theirs = few_channels_backward(kernels, error, kernel, padding, after, laid, (True, True))
-        elif after.pool:
-            out, laid = pooled(kernels, given, kernel, shift, padding, relu=True)
-            theirs = pooled_backward(kernels, error, kernel, padding, laid, (True, True))
         else:
             out, padded = first(kernels, given, kernel, shift, padding, relu=True)
             theirs = None, *first_backward(kernels, padded, error, out, kernel, relu=True)

@@ -21,7 +21,6 @@ from pfl_ext.engine.cpu.narrow import (
     first_backward,
     lay_out,
     pooled,
-    pooled_backward,
 )
 
 LARGEST_SIDE = 64
@@ -50,6 +49,19 @@ class Compiled(nn.Conv2d):
         )
         self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The padding above the image and to its left."""
+        assert not isinstance(self.padding, str)
+        top, left = self.padding
+        return top, left
+
+    @property
+    def form(self) -> Form:
+        """The form of the convolution, for `CpuKernels`."""
+        high, wide = self.kernel_size
+        return Form(high, wide, self.stride[0], *self.sides)
+
 
 class Convolution(Compiled):
     """A convolution by `CpuKernels`. ``multiplied`` applies where torch's autocast is on."""
@@ -57,13 +69,6 @@ class Convolution(Compiled):
     def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, multiplied: torch.dtype) -> None:
         super().__init__(layer, kernels)
         self.multiplied = multiplied
-
-    @property
-    def form(self) -> Form:
-        """The form of the convolution, for `CpuKernels`."""
-        assert not isinstance(self.padding, str)
-        (high, wide), (top, left) = self.kernel_size, self.padding
-        return Form(high, wide, self.stride[0], top, left)
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""
@@ -98,7 +103,7 @@ class FewChannels(Compiled):
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
         if not self.takes(x):
             return followed(super().forward(x), relu, None, pool)
-        kind: Any = _First if self._first(x, pool) else _Few
+        kind: Any = _First if self._first(x, pool) else _Followed
         out: Tensor = kind.apply(x, self.weight, self.bias, self, After(relu, pool))
         return out
 
@@ -112,13 +117,6 @@ class FewChannels(Compiled):
         """Gradients of ``x`` and the weights, from the convolution's gradient ``e`` ``[N, K, H', W']``."""
         laid = Laid(lay_out(self.kernels, x, *self.sides))
         return few_channels_backward(self.kernels, e, self.weight, self.sides, After(), laid, wanted)[:2]
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """The padding above the image and to its left."""
-        assert not isinstance(self.padding, str)
-        top, left = self.padding
-        return top, left
 
 
 class PooledConvolution(Convolution):
@@ -139,7 +137,7 @@ class PooledConvolution(Convolution):
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
         if not pool or not float32_images(x) or max(x.shape[2:]) > LARGEST_SIDE:
             return followed(super().forward(x), relu, None, pool)
-        out: Tensor = _Pool.apply(x, self.weight, self.bias, self, relu)
+        out: Tensor = _Followed.apply(x, self.weight, self.bias, self, After(relu, pool))
         return out
 
 
@@ -148,6 +146,26 @@ def regular(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return False
     return layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
+
+
+def by_torch(
+    layer: nn.Conv2d, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """torch's gradients of a convolution's input and weights, if wanted, in the type of ``e``."""
+    dx, dw, _ = torch.ops.aten.convolution_backward(
+        e,
+        x.to(e.dtype),
+        layer.weight.to(e.dtype),
+        None,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        False,
+        [0, 0],
+        layer.groups,
+        [*wanted, False],
+    )
+    return dx, dw
 
 
 def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) -> Tensor:
@@ -186,12 +204,15 @@ class _Convolve(torch.autograd.Function):
         return (*ctx.layer.kernels.convolution_backward(x, e, weight, ctx.form, wanted), None)
 
 
-class _Few(torch.autograd.Function):
+class _Followed(torch.autograd.Function):
+    """A convolution with what follows it, by `few_channels` or `pooled`."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, after: After
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Compiled, after: After
     ) -> Tensor:
-        out, laid = few_channels(layer.kernels, x, weight, bias, layer.sides, after)
+        compute = pooled if isinstance(layer, PooledConvolution) else few_channels
+        out, laid = compute(layer.kernels, x, weight, bias, layer.sides, after)
         ctx.save_for_backward(weight, *laid)
         ctx.layer, ctx.after = layer, after
         return out
@@ -221,29 +242,3 @@ class _First(torch.autograd.Function):
         weight, images, out = ctx.saved_tensors
         dw, db = first_backward(ctx.layer.kernels, images, e, out, weight, ctx.after.relu)
         return None, dw, db if ctx.needs_input_grad[2] else None, None, None
-
-
-class _Pool(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: PooledConvolution, relu: bool
-    ) -> Tensor:
-        sides = layer.form.top, layer.form.left
-        out, laid = pooled(layer.kernels, x, weight, bias, sides, relu)
-        ctx.save_for_backward(weight, laid.images, laid.places)
-        ctx.layer, ctx.sides = layer, sides
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
-        weight, images, places = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        dx, dw, db = pooled_backward(
-            ctx.layer.kernels,
-            e,
-            weight,
-            ctx.sides,
-            Laid(images, None, places),
-            (wanted[0], wanted[1] or wanted[2]),
-        )
-        return dx, dw, db if wanted[2] else None, None, None

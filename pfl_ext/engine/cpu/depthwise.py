@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu.convolutions import Compiled, regular, taken
-from pfl_ext.engine.cpu.kernels import DEPTHWISE_CHANNELS, DEPTHWISE_SIDE, Form
+from pfl_ext.engine.cpu.convolutions import Compiled, by_torch, regular, taken
+from pfl_ext.engine.cpu.kernels import DEPTHWISE_CHANNELS, DEPTHWISE_SIDE
 
 
 class Depthwise(Compiled):
@@ -42,27 +42,12 @@ class Depthwise(Compiled):
         self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of ``x`` and weights, if wanted, from the output's gradient ``e`` ``[N, C, H', W']``."""
-        assert isinstance(self.padding, tuple)
         compiled = wanted[1] and self.kernel_size == (DEPTHWISE_SIDE, DEPTHWISE_SIDE)
         images, dtype = x.float(), x.dtype
         e = e.float()
-        dx, dw, _ = torch.ops.aten.convolution_backward(
-            e,
-            images,
-            self.weight,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            (0, 0),
-            self.groups,
-            (wanted[0], wanted[1] and not compiled, False),
-        )
+        dx, dw = by_torch(self, images, e, (wanted[0], wanted[1] and not compiled))
         if compiled:
-            (high, wide), (top, left) = self.kernel_size, self.padding
-            form = Form(high, wide, self.stride[0], top, left)
-            dw = self.kernels.depthwise_weights(images, e, form)
+            dw = self.kernels.depthwise_weights(images, e, self.form)
         return None if dx is None else dx.to(dtype), dw
 
 

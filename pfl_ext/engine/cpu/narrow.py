@@ -80,7 +80,7 @@ def few_channels_backward(
     ``wanted`` says whether to compute that of ``x``, and whether to compute the others.
     """
     if laid.places is not None:
-        return pooled_backward(kernels, e, weight, padding, laid, wanted)
+        return _pooled_backward(kernels, e, weight, padding, laid, wanted)
     images, weight, e_laid = laid.images, last(weight), lay_out(kernels, e)
     c, h, w, n = images.shape
     k, _, high, wide = weight.shape
@@ -138,7 +138,12 @@ def first_backward(
 
 
 def pooled(
-    kernels: CpuKernels, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool
+    kernels: CpuKernels,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: tuple[int, int],
+    after: After,
 ) -> tuple[Tensor, Laid]:
     """`few_channels` with pooling, for any number of channels in and at least 16 out."""
     y = _plain(kernels, x, weight, padding)
@@ -146,7 +151,7 @@ def pooled(
     out = empty((n, k, down // 2, across // 2), torch.float32)
     places = torch.empty_like(out, dtype=torch.uint8)
     image, _, row, column = y.stride()
-    sizes = (n, down // 2, across // 2, k, relu, image, row, column)
+    sizes = (n, down // 2, across // 2, k, after.relu, image, row, column)
     kernels.call("pool_outputs", (y, bias, out, places), *sizes)
     return out, Laid(_padded(x, *padding), None, places)
 
@@ -164,7 +169,7 @@ def _plain(kernels: CpuKernels, x: Tensor, weight: Tensor, padding: tuple[int, i
     return F.conv2d(last(x), last(weight), padding=padding).contiguous(memory_format=torch.channels_last)
 
 
-def pooled_backward(
+def _pooled_backward(
     kernels: CpuKernels,
     e: Tensor,
     weight: Tensor,
@@ -172,7 +177,7 @@ def pooled_backward(
     laid: Laid,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`few_channels_backward` for the output of `pooled`."""
+    """`few_channels_backward` where outputs were pooled."""
     images, places, weight, e = laid.images, laid.places, last(weight), e.detach()
     assert places is not None
     (n, h, w, c), (k, _, high, wide) = images.shape, weight.shape

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from pfl.model.pytorch import PyTorchModel
 
 import benchmarks
 import pfl_ext
 from benchmarks.core.config.privacy_matrix import TABLE
 from benchmarks.core.config.sections import FederatedConfig, ServerSection
 from pfl_ext.algorithms.algorithm import ALGORITHMS, Choice, register
-from pfl_ext.algorithms.controls import Controls
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.feddyn import FedDyn
 from pfl_ext.algorithms.fednova import FedNova
@@ -76,11 +73,9 @@ def test_an_option_knows_who_reads_it() -> None:
 
 
 def test_what_a_round_sends() -> None:
-    module = Linear()
-    model: Any = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+    module: Any = Linear()
     size = sum(4 * p.numel() for p in module.parameters())
-    assert FedAvg().bytes(model) == (size, size)
-    assert FedNova().bytes(model) == (size, size + 4), "the number of steps besides"
-    controls = Controls(module, ["user"])
-    assert Scaffold(controls).bytes(model) == (2 * size, 2 * size), "also send control variates"
-    assert FedDyn(controls).bytes(model) == (size, size), "the server computes h from the updates"
+    assert FedAvg.traffic(module) == (size, size)
+    assert FedNova.traffic(module) == (size, size + 4), "the number of steps besides"
+    assert Scaffold.traffic(module) == (2 * size, 2 * size), "also send control variates"
+    assert FedDyn.traffic(module) == (size, size), "the server computes h from the updates"

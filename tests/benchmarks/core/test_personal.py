@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from benchmarks.core.config.trees import Tree, merge
@@ -41,6 +42,11 @@ def tree_of(name: str, **options: Any) -> Tree:
     return {"federated": {"algorithm": name, "options": {"held_out": 0, **options}}}
 
 
+def vectors(algorithm: Any, users: int) -> Tensor:
+    """What the users keep, ``[users, p]``."""
+    return torch.stack([algorithm.vector_of(user, algorithm.first) for user in range(users)])
+
+
 class Kept(Trace):
     """Keeps what users have after each round, too."""
 
@@ -48,8 +54,7 @@ class Kept(Trace):
         super().step_done(step, values, state)
         algorithm: Any = self.checkpoints.algorithm
         if hasattr(algorithm, "parts"):
-            kept = algorithm.parts.read(np.arange(U), algorithm.first).double().numpy()
-            self.kept = [*getattr(self, "kept", []), kept]
+            self.kept = [*getattr(self, "kept", []), vectors(algorithm, U).double().numpy()]
 
 
 def found_by(tree: Tree, directory: Path, engine: str = "fast") -> tuple[Array, Array]:
@@ -256,7 +261,7 @@ def test_a_user_is_tuned_before_it_is_scored_and_that_is_undone(personal: str | 
     equations.data.set_round(number)
     rate = run.config.local_rate(number - 1)
     assert rate < run.config.local.learning_rate
-    weights, kept = algorithm.clients.weights(), algorithm.parts.read(np.arange(U), algorithm.first)
+    weights, kept = algorithm.clients.weights(), vectors(algorithm, U)
     for user in range(U):
         images = equations.data.user_dataset(user)
         start = x if personal is None else np.concatenate([x[:-CLASSES], trace.kept[-1][user]])
@@ -266,7 +271,7 @@ def test_a_user_is_tuned_before_it_is_scored_and_that_is_undone(personal: str | 
         found = np.concatenate([w.double().numpy().ravel() for w in found.values()])
         assert np.linalg.norm(found - expected) < TOLERANCE * np.linalg.norm(expected)
         assert np.linalg.norm(found - start) > 1e-3
-    assert (algorithm.parts.read(np.arange(U), algorithm.first) == kept).all()
+    assert (vectors(algorithm, U) == kept).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.flair.train import main
-from pfl_ext.events import no_running_loop
 from tests.benchmarks.conftest import SMALL, Train
 
 WORDS = {
@@ -38,21 +37,3 @@ def test_a_run_gives_the_same_numbers_there(
     asyncio.run(cell())
     assert scores(inside) == scores(outside)
     assert (inside / "model.safetensors").read_bytes() == (outside / "model.safetensors").read_bytes()
-
-
-def test_the_running_loop_is_back_afterwards_also_after_an_error() -> None:
-    def failing(outside: asyncio.AbstractEventLoop) -> None:
-        with no_running_loop():
-            inside = asyncio.get_event_loop()
-            assert inside is not outside
-            inside.run_until_complete(asyncio.sleep(0))
-            raise ZeroDivisionError
-
-    async def cell() -> None:
-        loop = asyncio.get_running_loop()
-        with pytest.raises(ZeroDivisionError):
-            failing(loop)
-        assert asyncio.get_running_loop() is loop
-        await asyncio.sleep(0)
-
-    asyncio.run(cell())

@@ -16,7 +16,7 @@ from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams, Normaliser, coefficient_sum
+from pfl_ext.algorithms.fednova import STEPS, FedNova, Normaliser, coefficient_sum
 from pfl_ext.backend import training_context
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import Setting, distance, private, rounding_of
@@ -28,6 +28,7 @@ class Passes(Postprocessor):
     """Does nothing, but as pfl's loop knows, it might."""
 
 
+NO_RUN: Any = None
 EACH_ONCE = local_sampling(1, 4, None, straddle=False, input_size=10)
 
 
@@ -128,10 +129,11 @@ def test_the_server_moves_by_the_normalised_mean_through_its_own_optimiser() -> 
     start = module.weight.detach().clone()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
     model = PyTorchModel(module, torch.optim.SGD, optimizer)
+    algorithm = FedNova(NO_RUN)
     for _ in range(2):
         sums = {"weight": torch.full_like(start, 6.0), STEPS: torch.tensor([8.0])}
         stats = MappedVectorStatistics(sums, weight=4.0)
-        FedNova().process_aggregated_statistics(None, Metrics(), model, stats)
+        algorithm.process_aggregated_statistics(None, Metrics(), model, stats)
     g = -2.0 * 1.5  # tau_eff 8 / 4 times mean 6 / 4
     expected = start - 0.5 * g - 0.5 * (0.9 * g + g)
     assert_close_as_vector(module.weight, expected, 16)
@@ -168,9 +170,9 @@ def test_private_training_is_refused(engine: bool) -> None:
 def test_a_local_optimiser_of_other_steps_is_refused() -> None:
     module = Linear()
     model = PyTorchModel(module, torch.optim.Adam, torch.optim.SGD(module.parameters(), lr=1.0))
-    context = training_context(0, 1, NNTrainHyperParams(1, 0.1, 4), FedNovaParams(1, 1, 1, 1))
+    context = training_context(0, 1, NNTrainHyperParams(1, 0.1, 4))
     with pytest.raises(ValueError, match="only SGD, with or without momentum"):
-        FedNova().rule(model, context)
+        FedNova(NO_RUN).rule(model, context)
 
 
 def test_the_weightings_are_pfls() -> None:

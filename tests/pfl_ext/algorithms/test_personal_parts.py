@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pfl_ext.algorithms.cohort_vectors import CohortVectors
 from pfl_ext.algorithms.flat_variables import FlatVariables
 from pfl_ext.algorithms.per_user import spread
-from pfl_ext.algorithms.personal_parts import UserParts, personal_names
+from pfl_ext.algorithms.personal_parts import personal_names
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.single_label import SingleLabel
@@ -65,18 +66,28 @@ def test_users_who_never_took_part_have_the_first_vector_and_no_room(tmp_path: P
     module = classifier("lenet")
     layout = FlatVariables(module, personal_names(module, "fc3"))
     path, first = tmp_path / "personal.f32", torch.arange(float(layout.length))
-    parts = UserParts(40_000, layout, path)
-    parts.write(np.array([7, 39_999]), torch.stack([first + 1, first + 2]))
+    parts = CohortVectors(40_000, layout.length, path)
+    parts.write(7, first + 1)
+    parts.write(39_999, first + 2)
+    parts.end()
     assert path.stat().st_size == 2 * 4 * layout.length
-    found = parts.read(np.array([39_999, 3, 7]), first)
-    torch.testing.assert_close(found, torch.stack([first + 2, first, first + 1]), rtol=0, atol=0)
     kept = parts.tensors()
     parts.saved()
-    again = UserParts(40_000, layout, path)
+    again = CohortVectors(40_000, layout.length, path)
     again.load(kept)
-    torch.testing.assert_close(again.read(np.array([39_999, 3, 7]), first), found, rtol=0, atol=0)
-    named = layout.named(found[0])
-    torch.testing.assert_close(layout.flat({**named, "other": first}), found[0], rtol=0, atol=0)
+    for vectors in (parts, again):
+        assert vectors.read(3) is None
+        for user, expected in ((39_999, first + 2), (7, first + 1)):
+            torch.testing.assert_close(vectors.read(user), expected, rtol=0, atol=0)
+    named = layout.named(first)
+    torch.testing.assert_close(layout.flat({**named, "other": first}), first, rtol=0, atol=0)
+
+
+def test_users_who_keep_nothing_have_no_file(tmp_path: Path) -> None:
+    parts = CohortVectors(3, 0, tmp_path / "personal.f32")
+    parts.write(1, torch.empty(0))
+    parts.end()
+    assert (parts.read(1), parts.tensors(), list(tmp_path.iterdir())) == (None, {}, [])
 
 
 def test_the_spread_over_users() -> None:

@@ -15,7 +15,6 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from pfl_ext.algorithms.algorithm import Setup
-from pfl_ext.algorithms.controls import Controls
 from pfl_ext.algorithms.scaffold import (
     CHANGE,
     Correction,
@@ -23,7 +22,6 @@ from pfl_ext.algorithms.scaffold import (
     Renewal,
     Scaffold,
     ScaffoldOptions,
-    ScaffoldParams,
 )
 from pfl_ext.backend import training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -223,9 +221,11 @@ def test_local_training_of_other_steps_is_refused(optimizer: Any, more: Any, mes
     module: nn.Module = Linear()
     model = PyTorchModel(module, optimizer, torch.optim.SGD(module.parameters(), lr=1.0))
     words = {"local_num_epochs": 1, "local_learning_rate": 0.1, "local_batch_size": 4, **more}
-    context = training_context(0, 1, NNTrainHyperParams(**words), ScaffoldParams(1, 1, 1, 1, 1.0))
+    context = training_context(0, 1, NNTrainHyperParams(**words))
+    users = SimpleNamespace(partition=SimpleNamespace(user_ids=["user"]))
+    run: Any = SimpleNamespace(options=ScaffoldOptions(), module=module, users=users, folder=None)
     with pytest.raises(ValueError, match=message):
-        Scaffold(Controls(module, ["user"])).rule(model, context)
+        Scaffold(run).rule(model, context)
 
 
 @pytest.mark.parametrize("cohort, rounds, users", [(2, 3, 10), (4, 3, 10)])

@@ -6,24 +6,24 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
-from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.algorithm.fedprox import FedProx, FedProxParams
 from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from pfl_ext.algorithms.controls import Controls
-from pfl_ext.algorithms.feddyn import FedDyn, FedDynParams
-from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams
-from pfl_ext.algorithms.scaffold import Correction, Option, Scaffold, ScaffoldParams
-from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
+from pfl_ext.algorithms.feddyn import FedDyn, FedDynOptions
+from pfl_ext.algorithms.fednova import STEPS, FedNova
+from pfl_ext.algorithms.fedprox import FedProx, ProximalOptions
+from pfl_ext.algorithms.scaffold import Correction, Option, Scaffold, ScaffoldOptions
+from pfl_ext.backend import CohortBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
@@ -242,7 +242,7 @@ class Setting:
             reweight=self.reweight,
         )
         cohort_size = self.cohort or len(self.sizes)
-        backend = CentrallyEvaluatedBackend(
+        backend = CohortBackend(
             data,
             seed=1,
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
@@ -250,32 +250,28 @@ class Setting:
             check=self.check,
             tuner=self.tuner,
         )
-        algorithm = self.algorithm or (FederatedAveraging() if self.mu is None else FedProx())
-        if self.nova:
-            algorithm = FedNova()
-        common = (100, 100, cohort_size, 1)
-        params = NNAlgorithmParams(*common) if self.mu is None else FedProxParams(*common, mu=self.mu)
-        if self.nova:
-            params = FedNovaParams(*common, mu=self.mu or 0.0)
         train = NNTrainHyperParams(
             local_num_epochs=self.sampling.num_epochs,
             local_learning_rate=self.learning_rate,
             local_batch_size=self.sampling.batch_size,
             local_max_grad_norm=self.max_norm if self.clipping == "global" else None,
         )
-        total = data.total_images if self.by_images else data.num_users
+        run: Any = SimpleNamespace(module=module, users=data, by_images=self.by_images, folder=None)
+        algorithm = self.algorithm or FederatedAveraging()
+        if self.nova or self.mu is not None:
+            run.options = ProximalOptions(self.mu)
+            algorithm = FedNova(run) if self.nova else FedProx(run)
         if self.scaffold is not None:
-            params = ScaffoldParams(*common, total, *self.scaffold)
-            self.controls = Controls(module, data.partition.user_ids)
-            algorithm = Scaffold(self.controls)
+            run.options = ScaffoldOptions(*self.scaffold)
+            algorithm = Scaffold(run)
         if self.dynamic is not None:
-            params = FedDynParams(*common, self.dynamic, total)
-            self.controls = Controls(module, data.partition.user_ids)
-            algorithm = FedDyn(self.controls)
+            run.options = FedDynOptions(self.dynamic)
+            algorithm = FedDyn(run)
+        self.controls = getattr(algorithm, "controls", None)
         for round_number in range(self.rounds):
             rate = self.rates[round_number] if self.rates else self.learning_rate
             of_round = replace(train, local_learning_rate=rate)
-            context = training_context(round_number, cohort_size, of_round, params)
+            context = training_context(round_number, cohort_size, of_round)
             if self.controls is not None:
                 self.controls.begin(data.cohort(cohort_size, round_number))
             stats, metrics = backend.gather_results(model, algorithm, central_context=context)

@@ -61,6 +61,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "sizes": ([1], [9, 2], [5, 1, 12], [1, 2, 3, 1, 17]),
     "head_rate": (1.0, 4.0),
 }
+NO_RUN: Any = None
 CHOICES = [
     "2231113110010131", "0020001012101011", "1100012001211100", "1311100101100021", "2330003000001121",
     "0021111102210121", "2101110010200011", "0210102112011001", "2011012000101131", "1220010111011110",
@@ -272,7 +273,7 @@ class PulledMean(OnPfl):
 
 @pytest.mark.parametrize("by_images", [False, True])
 def test_what_a_corrected_user_sends_besides_is_weighted_and_not_scaled(by_images: bool) -> None:
-    setting = Setting([9, 2, 5], by_images=by_images, algorithm=PulledMean())
+    setting = Setting([9, 2, 5], by_images=by_images, algorithm=PulledMean(NO_RUN))
     (theirs, weight, _), (ours, same_weight, _) = (setting.run(engine) for engine in (False, True))
     steps = {9: 5, 2: 1, 5: 3}  # by images: of batches of 4, two epochs long
     sent = sum(number * (images if by_images else 1) for images, number in steps.items())

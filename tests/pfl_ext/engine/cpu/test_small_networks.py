@@ -29,7 +29,7 @@ from pfl_ext.engine.cpu.dense import (
 from pfl_ext.engine.cpu.joining import Pooled
 from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels
 from pfl_ext.engine.cpu.layers import CpuLayers
-from pfl_ext.engine.cpu.narrow import first, first_backward, pooled, pooled_backward
+from pfl_ext.engine.cpu.narrow import After, few_channels_backward, first, first_backward, pooled
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.dropout import KeyedDropout, dropping
 from pfl_ext.tasks.single_label import SingleLabel
@@ -90,9 +90,10 @@ def test_a_pooled_convolution_of_any_channels_and_its_gradients_are_torchs(
     theirs, e, exact = convolved([x, weight, shift], padding, relu, True, draw)
     signals = e.contiguous(memory_format=torch.channels_last) if order else e
     with threads(count):
-        out, laid = pooled(KERNELS, x, weight, shift, padding, relu)
-        found = pooled_backward(KERNELS, signals, weight, padding, laid, (True, True))
-        only_x = pooled_backward(KERNELS, signals, weight, padding, laid, (True, False))
+        after = After(relu, pool=True)
+        out, laid = pooled(KERNELS, x, weight, shift, padding, after)
+        found = few_channels_backward(KERNELS, signals, weight, padding, after, laid, (True, True))
+        only_x = few_channels_backward(KERNELS, signals, weight, padding, after, laid, (True, False))
     assert torch.equal(out.double(), theirs)
     for mine, right in zip(found, exact, strict=True):
         assert mine is not None
@@ -108,7 +109,7 @@ def test_a_pooled_convolution_by_winograd_is_near_torchs(padding: int) -> None:
     draw = torch.Generator().manual_seed(1)
     x, weight, shift = (torch.randn(s, generator=draw) for s in ((6, 32, 19, 22), (64, 32, 3, 3), (64,)))
     sides = (padding, padding)
-    out, _ = pooled(KERNELS, x, weight, shift, sides, relu=True)
+    out, _ = pooled(KERNELS, x, weight, shift, sides, After(relu=True, pool=True))
     assert relative(out, convolved([x, weight, shift], sides, True, True, draw)[0]) <= 16 * 288**0.5 * UNIT
 
 
@@ -117,10 +118,11 @@ def test_a_gradient_that_is_no_number_stays_with_its_image() -> None:
     assert KERNELS is not None
     draw = torch.Generator().manual_seed(1)
     x, weight = torch.randn(3, 3, 8, 8, generator=draw), torch.randn(16, 3, 5, 5, generator=draw)
-    _, laid = pooled(KERNELS, x, weight, None, (0, 0), relu=False)
+    after = After(pool=True)
+    _, laid = pooled(KERNELS, x, weight, None, (0, 0), after)
     e = torch.randn(3, 16, 2, 2, generator=draw)
     e[1] = torch.nan
-    dx = pooled_backward(KERNELS, e, weight, (0, 0), laid, (True, False))[0]
+    dx = few_channels_backward(KERNELS, e, weight, (0, 0), after, laid, (True, False))[0]
     assert dx is not None
     assert dx[1].isnan().any()
     assert dx[[0, 2]].isfinite().all()
