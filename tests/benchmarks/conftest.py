@@ -166,11 +166,11 @@ def killed_and_resumed(train: Train, step: int, *argv: str, draw: bool = False) 
 
 
 def by_one_and_two(
-    folder: Path, *argv: str, module: str = "benchmarks.flair.train"
+    folder: Path, *argv: str, module: str = "tests.benchmarks.sparing"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The last checkpoints of a run by one worker, in ``folder / "1"``, and of the same run by two, in "2".
 
-    ``module`` is what the two run.
+    ``module`` is what the two run: by default FLAIR's command, `sparingly`.
     """
     run_into(main, folder / "1", *argv)
     launching.run(launching.command("torchrun", 2, module, *argv, f"--run_dir={folder / '2'}"))

@@ -39,7 +39,7 @@ from pfl_ext.tasks.task import Task
 Array = FloatArray
 SIDE, CLASSES = 2, 3
 SIZES = (2, 7, 5, 11, 1)
-ROUNDS, TABLE_ROUNDS = 6, 40
+ROUNDS, TABLE_ROUNDS = 4, 40
 """Rounds of the tests, and of the table that `main` prints."""
 BASE: Tree = {
     "data": {"image_size": SIDE},

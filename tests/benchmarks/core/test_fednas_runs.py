@@ -53,7 +53,7 @@ def test_a_search_is_killed_and_goes_on_reads_no_test_image_and_its_genotype_is_
 
     monkeypatch.setattr(FedNAS, "round", round_)
     monkeypatch.setattr(PixelCache, "read", noted)
-    whole, directory = killed_and_resumed(train, 1, *SEARCH, *TWO)
+    whole, directory = killed_and_resumed(train, 1, *SEARCH, *TWO, "--federated.cohort_size=1")
     assert splits == {("train", True), ("val", False), ("test", False)}
     last = results(directory)
     assert last["genotype"] == lines(whole)[1]["genotype"]
@@ -71,7 +71,7 @@ def test_a_search_is_killed_and_goes_on_reads_no_test_image_and_its_genotype_is_
 
 def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
     small = [word for word in SMALL if "engine" not in word]
-    argv = [*small, *SEARCH, "--federated.cohort_size=3", "--federated.num_rounds=1"]
+    argv = [*small, *SEARCH, "--federated.num_rounds=1"]
     argv += [f"--data_path={mini_file}", "--config=fl-r-17"]
     argv = list({word.partition("=")[0]: word for word in argv}.values())
     alone, together = by_one_and_two(tmp_path, *argv)

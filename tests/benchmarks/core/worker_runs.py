@@ -1,13 +1,14 @@
 """Train a setting several times as one of the workers of a launcher, noting what each worker did.
 
-    worker_runs DATA DIRECTORY
+    worker_runs DATA DIRECTORY NAMES
     worker_runs ARGUMENTS...
 
-One launch for several runs: FL by pfl's loop with float64 sums (and an average over rounds) and with float32
+One launch for several runs, ``NAMES`` of `RUNS` with commas between: FL by pfl's loop with float64 sums (and an average over rounds) and with float32
 sums, FL with dropout, cutout and mixed images by the fast engine, FL on features of augmented views, PFL,
 and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold
 what each did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where pfl's
-loop trains, the checksums of the noise that was added, and how this interpreter hashes a word.
+loop trains, the checksums of the noise that was added, and how this interpreter hashes a word. With `FRESH`
+in the environment, worker 1 begins again as an interpreter of its own, whose hashes are not those of worker 0.
 
 With `LOST_BY` in the environment it is the training command with these arguments, whose worker 1 sends that
 signal to itself in the round `LOST_IN`, after the checkpoint of the round before.
@@ -19,13 +20,16 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dataset import process
 
+FRESH = "WORKER_FRESH"
 if __name__ == "__main__":
+    if os.environ.get("RANK") == "1" and os.environ.pop(FRESH, None):
+        os.execv(sys.executable, [sys.executable, "-m", "tests.benchmarks.core.worker_runs", *sys.argv[1:]])
     process.begin()
 
 import pfl_ext as pfl_ext  # before pfl, see there
@@ -114,17 +118,17 @@ class Notes:
         user_images.UserImages.iter = noted_batches  # type: ignore
 
 
-def main(data: Path, directory: Path) -> None:
-    """All runs of `RUNS`, one after the other."""
+def main(data: Path, directory: Path, names: Sequence[str]) -> None:
+    """These of `RUNS`, one after the other."""
     notes = Notes()
     notes.install()
     torch.set_num_threads(1)
     with connected("auto", threads=1, timeout=60):
         workers = current()
         rank = 0 if workers is None else workers.global_rank
-        for name, words in RUNS.items():
+        for name in names:
             notes.users, notes.noise = {}, []
-            run = parse([*SMALL, *words, f"--run_dir={directory / name}"])
+            run = parse([*SMALL, *RUNS[name], f"--run_dir={directory / name}"])
             with sparingly():
                 execute(run, data, Flair)
             text = json.dumps({"users": notes.users, "noise": notes.noise, "hash": hash("word")})
@@ -149,5 +153,5 @@ if __name__ == "__main__":
         lose_worker_1(int(os.environ[LOST_BY]))
         sys.exit(run_command(train, sys.argv[1:]))
     process.imported()
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","))
     process.ends(0)
