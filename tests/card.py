@@ -29,12 +29,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.streams import Clock, Streams, written_by
+from tests.streams import Clock, Streams, Use, memory_of, written_by
 
 DEVICE = torch.device("cuda:0")
 BETWEEN = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of both devices
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero"}
 HALF, WHOLE = {"conv2d", "linear", "matmul"}, {"group_norm"}
+MOVING = {"to", "cpu", "cuda", "numpy", "tolist"}
+SPECIAL = HALF | WHOLE | MOVING
 
 
 class OnCard(Tensor):
@@ -56,7 +58,11 @@ class OnCard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return cls._dispatched(func, args, kwargs or {})
+
+    @staticmethod
+    def _dispatched(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         given = [*_tensors(args), *_tensors(kwargs.values())]
         strangers = [t for t in given if not isinstance(t, OnCard) and t.ndim]
@@ -72,13 +78,15 @@ class OnCard(Tensor):
             made = func(*args, **kwargs)
         made = _on_card(made)
         if _STATE.recording is None:
-            _STATE.asked(func, args, kwargs, made)
+            _STATE.asked(_use(func, args, kwargs, made))
             if waits:
                 _STATE.streams.synchronize(_LOCAL.stream.number)
         else:
             if strangers:
                 raise RuntimeError(f"{name}: a tensor of the CPU inside a graph")
-            _STATE.recording.append((func, args, kwargs, made))
+            _STATE.recording.append(
+                (func, args, kwargs, list(_tensors([made])), _use(func, args, kwargs, made))
+            )
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -142,15 +150,19 @@ class _State:
         self.waits: Counter[str] = Counter()
         self.streams = Streams()
 
-    def asked(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        """An operation on the current stream; a view of memory is none."""
-        given = [t for t in _tensors([*args, *kwargs.values()]) if isinstance(t, OnCard)]
-        places = {t.untyped_storage()._cdata for t in given}
-        fresh = [t for t in _tensors([made]) if t.untyped_storage()._cdata not in places]
-        written = [t for t in _tensors(written_by(func, args, kwargs)) if isinstance(t, OnCard)]
-        if fresh or written or func.overloadpacket.__name__ in WAITING:
-            name = func.overloadpacket.__name__
-            self.streams.operation(_LOCAL.stream.number, name, given, [*written, *fresh])
+    def asked(self, use: Use | None) -> None:
+        """An operation on the current stream."""
+        if use is not None:
+            self.streams.operation(_LOCAL.stream.number, *use)
+
+
+def _use(func: Any, args: Any, kwargs: Any, made: Any) -> Use | None:
+    """An operation's name and the memory that it reads and writes; None: a view, which does neither."""
+    name = func.overloadpacket.__name__
+    read = memory_of(t for t in _tensors([*args, *kwargs.values()]) if isinstance(t, OnCard))
+    fresh = {key: memory for key, memory in memory_of(_tensors([made])).items() if key not in read}
+    written = memory_of(t for t in _tensors(written_by(func, args, kwargs)) if isinstance(t, OnCard))
+    return (name, read, written | fresh) if fresh or written or name in WAITING else None
 
 
 class _Local(threading.local):
@@ -158,6 +170,8 @@ class _Local(threading.local):
 
     stream: _Stream = _DefaultStream()
     device = 0
+    intercepted = False
+    """Whether `_Calls` sees what this thread calls: twice would cost twice."""
 
     def set_device(self, device: Any) -> None:
         self.device = device if isinstance(device, int) else torch.device(device).index
@@ -179,11 +193,13 @@ class _Calls(TorchFunctionMode):
     """Sends what asks for the device to `OnCard`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in ("to", "cpu", "cuda", "numpy", "tolist") and isinstance(args[0], Tensor):
+        if not kwargs and name not in SPECIAL:
+            return func(*args)
+        kwargs = dict(kwargs or {})
+        if name in MOVING and isinstance(args[0], Tensor):
             return self._moved(func, name, args, kwargs)
-        if torch.is_autocast_enabled("cuda") and (name in HALF or name in WHOLE):
+        if (name in HALF or name in WHOLE) and torch.is_autocast_enabled("cuda"):
             kind = torch.get_autocast_dtype("cuda") if name in HALF else torch.float32
             args, kwargs = tree_map(
                 lambda t: t.to(kind) if isinstance(t, OnCard) and t.is_floating_point() else t, (args, kwargs)
@@ -244,13 +260,13 @@ class _Sent(torch.autograd.Function):
 def _arrived(name: str, values: OnCard) -> OnCard:
     """Values that the current stream has been asked to write to new memory."""
     if _STATE.recording is None:
-        _STATE.streams.operation(_LOCAL.stream.number, name, [], [values])
+        _STATE.asked((name, {}, memory_of([values])))
     return values
 
 
 def _fetched(name: str, values: Tensor) -> None:
     """Values that the CPU has waited for."""
-    _STATE.streams.operation(_LOCAL.stream.number, name, [values], [])
+    _STATE.asked((name, memory_of([values]), {}))
     _STATE.streams.synchronize(_LOCAL.stream.number)
 
 
@@ -283,11 +299,11 @@ class _Graph:
 
     def replay(self) -> None:
         self.replays += 1
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
-            for func, args, kwargs, made in self.calls:
-                _STATE.asked(func, args, kwargs, made)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for func, args, kwargs, made, use in self.calls:
+                _STATE.asked(use)
                 again = func(*args, **kwargs)
-                for old, new in zip(_tensors([made]), _tensors([again])):
+                for old, new in zip(made, _tensors([again])):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
@@ -311,10 +327,20 @@ def _within(stream: _Stream) -> Iterator[None]:
     before = _LOCAL.stream, _LOCAL.device
     _LOCAL.stream, _LOCAL.device = stream, _STATE.device.index
     try:
-        with _Calls():
+        with _intercepted():
             yield
     finally:
         _LOCAL.stream, _LOCAL.device = before
+
+
+@contextlib.contextmanager
+def _intercepted() -> Iterator[None]:
+    before, _LOCAL.intercepted = _LOCAL.intercepted, True
+    try:
+        with contextlib.nullcontext() if before else _Calls():
+            yield
+    finally:
+        _LOCAL.intercepted = before
 
 
 @contextlib.contextmanager
@@ -355,7 +381,7 @@ def card(free: int = 10**9, index: int = 0) -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
         own = {"PFL_PYTORCH_DEVICE": str(_STATE.device), "XDG_CACHE_HOME": _CACHE.name}
         stack.enter_context(mock.patch.dict(os.environ, own))
-        stack.enter_context(_Calls())
+        stack.enter_context(_intercepted())
         stack.callback(_LOCAL.set_device, _LOCAL.device)
         yield _STATE.waits
 

@@ -26,6 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 Clock = dict[int, int]
 """How many operations have ended, by stream."""
+Places = dict[int, UntypedStorage]
+"""Memory, by its address."""
+Use = tuple[str, Places, Places]
+"""An operation's name, and what it reads and writes."""
 
 
 class StreamRace(AssertionError):
@@ -53,7 +57,7 @@ class Streams:
         self._cpu: Clock = {}
         self._memory: dict[int, _Memory] = {}
 
-    def operation(self, stream: int, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+    def operation(self, stream: int, name: str, read: Places, written: Places) -> None:
         """An operation is asked for on a stream.
 
         Raises:
@@ -64,12 +68,12 @@ class Streams:
             known = self._of(stream)
             _merge(known, self._cpu)
             known[stream] = number
-            for tensor in read:
-                memory = self._found(tensor, stream, name)
+            for place in read.items():
+                memory = self._found(place, stream, name)
                 self._ended(known, memory.written, f"{name} reads", memory)
                 memory.read[stream] = number
-            for tensor in written:
-                memory = self._found(tensor, stream, name)
+            for place in written.items():
+                memory = self._found(place, stream, name)
                 for access in (memory.written, *memory.read.items()):
                     self._ended(known, access, f"{name} writes", memory)
                 memory.written, memory.read, memory.what = (stream, number), {}, name
@@ -98,13 +102,13 @@ class Streams:
     def _reached(self, other: Clock | int) -> Clock:
         return self._of(other) if isinstance(other, int) else other
 
-    def _found(self, tensor: Tensor, stream: int, name: str) -> _Memory:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._memory:
+    def _found(self, place: tuple[int, UntypedStorage], stream: int, name: str) -> _Memory:
+        key, storage = place
+        memory = self._memory.get(key)
+        if memory is None:
             alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._memory[key] = _Memory(alive, stream, name)
-        return self._memory[key]
+            memory = self._memory[key] = _Memory(alive, stream, name)
+        return memory
 
     def _returned(self) -> None:
         """Look at the memory that nothing points to any more."""
@@ -120,6 +124,12 @@ class Streams:
     def _ended(known: Clock, access: tuple[int, int] | None, name: str, memory: _Memory) -> None:
         if access is not None and known.get(access[0], 0) < access[1]:
             raise StreamRace(f"{name} memory of {memory.what} that stream {access[0]} may still use")
+
+
+def memory_of(tensors: Iterable[Tensor]) -> Places:
+    """The memory in which tensors lie; several may share one."""
+    storages = [t.untyped_storage() for t in tensors]
+    return {storage._cdata: storage for storage in storages}
 
 
 def _merge(into: Clock, other: Clock) -> None:

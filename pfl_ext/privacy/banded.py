@@ -83,7 +83,7 @@ class BandedFactor:
         """``[T]``: the diagonals of L^-1."""
         out, diagonals = np.zeros(self.num_rounds), self.coefficients
         out[0] = 1.0
-        for t in range(1, self.num_rounds):
+        for t in range(1, self.num_rounds if self.band > 1 else 1):
             n = min(len(diagonals) - 1, t)
             out[t] = -diagonals[1 : n + 1] @ out[t - n : t][::-1]
         return out

@@ -14,9 +14,9 @@ from tests.pfl_ext.samplings import local_sampling
 SAMPLING = local_sampling(2, 4, 9, straddle=True, input_size=10)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
-    sizes=st.lists(st.integers(1, 14), min_size=2, max_size=5),
+    sizes=st.lists(st.integers(1, 14), min_size=2, max_size=4),
     alpha=st.sampled_from([0.01, 0.5]),
     clipping=st.sampled_from([("none", 0.0), ("variable", 0.05), ("global", 0.2)]),
     by_images=st.booleans(),

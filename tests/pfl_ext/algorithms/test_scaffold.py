@@ -45,9 +45,9 @@ class Ended(NamedTuple):
 SAMPLING = local_sampling(2, 4, 9, straddle=True, input_size=10)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
-    sizes=st.lists(st.integers(1, 14), min_size=2, max_size=5),
+    sizes=st.lists(st.integers(1, 14), min_size=2, max_size=4),
     form=st.tuples(st.sampled_from(["I", "II"]), st.sampled_from(["gradient", "step"])),
     clipping=st.sampled_from([("none", 0.0), ("variable", 0.05), ("global", 0.2)]),
     by_images=st.booleans(),

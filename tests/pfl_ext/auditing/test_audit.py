@@ -91,37 +91,37 @@ def test_noise_divided_by_one_and_a_half_is_convicted(sampler: Sampler) -> None:
     assert 1 < found.epsilon < 2.3  # 2.15, 2.15 and 1.58 are true
 
 
-@pytest.mark.parametrize("sampler", ["poisson", "fixed", "cyclic"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "sampler"),
     [
-        "the same noise every round",
-        "noise from the public seed",
-        "clipping after averaging",
-        "one tensor of four without noise",
-        "cohorts from the public seed",
+        ("the same noise every round", "poisson"),
+        ("the same noise every round", "fixed"),
+        ("noise from the public seed", "cyclic"),
+        ("clipping after averaging", "fixed"),
+        ("one tensor of four without noise", "cyclic"),
+        ("cohorts from the public seed", "poisson"),
+        ("cohorts from the public seed", "fixed"),
     ],
 )
 def test_what_leaks_much_is_convicted_by_fewer_canaries(name: str, sampler: Sampler) -> None:
-    if sampler in BY_NAME[name].samplers:
-        assert audit_defect(BY_NAME[name], 1.0, sampler, columns=SMALL).convicted
+    assert sampler in BY_NAME[name].samplers
+    assert audit_defect(BY_NAME[name], 1.0, sampler, columns=SMALL).convicted
 
 
-@pytest.mark.parametrize("sampler", ["poisson", "fixed", "cyclic"])
+@pytest.mark.parametrize("sampler", ["poisson", "cyclic"])
 def test_clipping_each_tensor_to_the_bound_is_convicted(sampler: Sampler) -> None:
     """By the half of the canaries that are split; those of one tensor alone are clipped rightly."""
     assert audit_defect(BY_NAME["each tensor clipped to C"], 1.0, sampler).convicted
 
 
-@pytest.mark.parametrize(
-    "name", ["noise divided by 2", "each of two workers adds half the noise", "the same cohort every round"]
-)
+@pytest.mark.parametrize("name", ["each of two workers adds half the noise", "the same cohort every round"])
 def test_other_defects_are_convicted(name: str) -> None:
     assert audit_defect(BY_NAME[name], 1.0, "poisson").convicted
 
 
-@pytest.mark.parametrize("sampler", ["poisson", "cyclic"])
-@pytest.mark.parametrize("name", ["divided by the realised cohort", "votes without noise"])
+@pytest.mark.parametrize(
+    ("name", "sampler"), [("divided by the realised cohort", "poisson"), ("votes without noise", "cyclic")]
+)
 def test_what_shows_between_few_users_is_convicted_in_many_runs(name: str, sampler: Sampler) -> None:
     """A run for each canary: what one user does to the cohort's size and to the votes drowns among others.
 

@@ -21,6 +21,7 @@ from pfl_ext.models.weights import IMAGENET
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import BFLOAT16, LABELS, Setting, distance, private, rounding_of
+from tests.pfl_ext.engine.shortened import short_classifier
 
 SIZES = [1, 3]
 STEP: dict[str, Any] = {"clipping": "global", "max_norm": 0.3, "learning_rate": 0.02}
@@ -31,27 +32,29 @@ CASES: dict[str, dict[str, Any]] = {
     "group_norm": {"init": "keras", "groups": 8},
 }
 MEANINGFUL = 0.05
-"""Most that rounding may change, through fifty layers and some steps; a wrong layer changes the sum by 1."""
+"""Most that rounding may change, through the layers and some steps; a wrong layer changes the sum by 1."""
 
 
-def lite(**options: Any) -> nn.Module:
+def lite(*, short: bool = True, **options: Any) -> nn.Module:
     """Frozen statistics and the package's weights, or GroupNorm and drawn ones; a copy at each call."""
-    return copy.deepcopy(_lite(**options))
+    return copy.deepcopy(_lite(short, **options))
 
 
 @cache
-def _lite(**options: Any) -> nn.Module:
-    config = ModelConfig("efficientnet_lite0", **options)
+def _lite(short: bool, **options: Any) -> nn.Module:
+    config = ModelConfig("efficientnet_lite0", input_size=33, **options)
     weights = IMAGENET if config.pretrained else None
-    return build_backbone(config, LABELS, torch.Generator().manual_seed(4), weights)
+    network = build_backbone(config, LABELS, torch.Generator().manual_seed(4), weights)
+    return short_classifier(network) if short else network
 
 
 @pytest.mark.parametrize(
-    "case, side", [("frozen", 33), ("frozen", 64), ("two_layers", 33), ("group_norm", 33)]
+    "case, side, short",
+    [("frozen", 33, False), ("frozen", 64, True), ("two_layers", 33, True), ("group_norm", 33, True)],
 )
-def test_users_gradients_come_out_of_one_pass(case: str, side: int) -> None:
+def test_users_gradients_come_out_of_one_pass(case: str, side: int, short: bool) -> None:
     """The pass is in float64; the loss and the users' sums, over three images' positions, are not."""
-    backbone = lite(**CASES[case]).double()
+    backbone = lite(**CASES[case], short=short).double()
     images = torch.randn(6, 3, side, side, generator=torch.Generator().manual_seed(2)).double()
     targets = (torch.arange(6 * LABELS).view(6, LABELS) % 3 == 0).float()
     users, found = Users((0, 1, 3, 6), torch.device("cpu")), dict[str, Gradient]()

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.models import segmentation
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.segmentation import VOID, Segmentation
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, norm, rounding_of, without_noise
+from tests.pfl_ext.engine.shortened import short_encoder
 from tests.pfl_ext.samplings import local_sampling
 
 CLASSES = 3
@@ -29,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 HEAD = {"pretrained": True, "trained": "head"}
 ROUNDING = 0.01
-"""Most that rounding may change, through fifty layers and some steps; a wrong layer changes the sum by 1."""
+"""Most that rounding may change, through the layers and some steps; a wrong layer changes the sum by 1."""
 
 
 class Masks(NoisyStore):
@@ -58,9 +61,10 @@ def network(case: str) -> nn.Module:
 @cache
 def _network(case: str) -> nn.Module:
     decoder, options = ("deeplabv3plus", HEAD) if case == "head" else (case, CASES[case])
-    config = ModelConfig(f"{decoder}_efficientnet_lite0", **options)
-    weights = IMAGENET if config.pretrained else None
-    return build_backbone(config, CLASSES, torch.Generator().manual_seed(4), weights)
+    config = ModelConfig(f"{decoder}_efficientnet_lite0", input_size=32, groups=4, **options)
+    with mock.patch.multiple(segmentation, WIDE=16, LOW=8, UNET=(16, 16, 16, 8, 8)):
+        network = build_backbone(config, CLASSES, torch.Generator().manual_seed(4), IMAGENET)
+    return short_encoder(network)
 
 
 def setting(case: str, **options: Any) -> Setting:

@@ -72,9 +72,7 @@ def test_a_simulated_cohort_buys_the_run_itself_no_privacy() -> None:
     [
         (200, 1.025, 10.72),
         (1000, 3.82, 23.93),
-        (2000, 7.52, 33.84),
         (5000, 18.68, 53.49),
-        (10000, 37.32, 75.64),
     ],
 )
 def test_multipliers_by_rdp_and_by_the_papers_bug(cohort: int, rdp: float, bug: float) -> None:
@@ -116,7 +114,6 @@ GRID = [
     (100, 100, 20, 0.5),
     (100, 100, 20, 8.0),
     (3000, 60, 300, 2.0),
-    (50_000, 1000, 1000, 2.0),
 ]
 
 
