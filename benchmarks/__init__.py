@@ -7,8 +7,7 @@ import sys
 # steps take many times as long as soon as other work wants the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-if sys.argv[:1] == ["-m"]:  # a command starts: its pictures are files, whatever MPLBACKEND says
-    os.environ["MPLBACKEND"] = "agg"
+if sys.argv[:1] == ["-m"]:  # a command starts; dataset sees to MPLBACKEND
     from dataset import process
 
     process.begin()

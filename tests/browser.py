@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +46,33 @@ def chromium() -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Iterator[Seen]]:
-    """Open a file in a window of each width in each theme, one after the other, with no network."""
+def opened(*paths: Path) -> Iterator[Iterator[Seen]]:
+    """Open each file with no network, in a window that takes each width in each theme in turn."""
     executable = chromium()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield (window(browser, path, width, scheme) for width in WIDTHS for scheme in SCHEMES)
+        yield (seen for path in paths for seen in windows(browser, path))
         browser.close()
 
 
-def window(browser: Any, path: Path, width: int, scheme: str) -> Seen:
+def windows(browser: Any, path: Path) -> Iterator[Seen]:
     """The file as the browser shows it to somebody who has seen no other page."""
-    size: Any = {"width": width, "height": 900}
-    context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
+    context = browser.new_context(offline=True)
     page = context.new_page()
     page.set_default_timeout(0)  # pytest has one, for slower machines than playwright's half a minute
-    seen = Seen(page, width, scheme, [], [])
-    page.on("request", lambda request: seen.requests.append(request.url))
-    page.on("console", lambda message: seen.messages.append(message.text))
-    page.on("pageerror", lambda error: seen.messages.append(str(error)))
-    page.goto(path.resolve().as_uri())
-    return seen
+    requests, messages = list[str](), list[str]()
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    for number, (width, scheme) in enumerate(product(WIDTHS, SCHEMES)):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        if not number:
+            page.goto(path.resolve().as_uri())
+        yield Seen(page, width, scheme, requests, messages)
+    context.close()
 
 
 LUMINANCE = """colour => {
@@ -87,8 +92,8 @@ COLOURS = """luminance => {
 def check_seen(path: Path) -> None:
     """In every window nothing is fetched or complained of, it need not be moved sideways, and letters stand
     out."""
-    with opened(path) as windows:
-        for seen in windows:
+    with opened(path) as every:
+        for seen in every:
             check_window(seen, path)
 
 

@@ -66,7 +66,7 @@ class Encoder(nn.Module):
         arch: one of `FORMS`. Its weights are drawn as the classifier's are.
         dilated: whether the last map has stride 16 (`dilate`) instead of 32.
         widened: whether the last map passes the convolution that follows it in the classifier, if there is
-        one.
+            one.
         form: the layers that compute maps; None: those of `FORMS`.
     """
 

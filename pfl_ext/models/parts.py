@@ -59,7 +59,7 @@ def parts_of(module: ImageClassifier, cut: int, keep_head: bool = False) -> list
 
     Raises:
         ValueError: one clause, when there are fewer blocks, or the parts do not compute what the network
-        does.
+            does.
     """
     backbone = module.backbone
     head = new_part(backbone)
