@@ -1,4 +1,4 @@
-"""A pfl backend that trains one cohort in each round."""
+"""A pfl backend that trains one cohort in each round, and evaluates on a split that the server holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ from pfl_ext.workers.distributed import begin_work
 
 TRAIN_LOSS = StringMetricName("training loss")
 """Metric: the mean local training loss over a round's images, each at the step with that image."""
+OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 
 
 def training_context(
@@ -103,13 +104,17 @@ class AddsUsers(ABC):
         """The sum over these members, each scaled, and their tallies ``[5]`` (`pfl_ext.privacy.central`)."""
 
 
-class CohortBackend(SimulatedBackend):
-    """pfl's ``SimulatedBackend`` with three changes, and optionally with the engine's training of users.
+class CentrallyEvaluatedBackend(SimulatedBackend):
+    """pfl's ``SimulatedBackend`` with four changes, and optionally with the engine's training of users.
 
     * The cohort and every seed of a round are functions of (seed, round). They do not depend on earlier
       draws, so a resumed run repeats nothing.
     * Users are not scored before and after their local training in evaluation rounds (pfl scores each user
-      on its own training images). There is no cohort for validation: runs score the model between rounds.
+      on its own training images).
+    * The validation population of pfl's ``FederatedNNAlgorithm`` is not a cohort of users but one split that
+      the server holds. Every ``evaluation_frequency`` rounds ``evaluation`` scores the model *at the start of
+      the round*, and ``on_evaluation(round, metrics, model)`` is called before the model changes. So the
+      model kept as best is the one that was scored. (Runs of `pfl_ext.algorithms` score between rounds.)
     * pfl's own privacy mechanisms are refused where their noise would come from the public seed. Any
       mechanism is refused where its bound on one user would not hold: before another postprocessor, for a
       cohort with a user twice, and for an algorithm whose ``refusals`` refuse privacy.
@@ -120,6 +125,7 @@ class CohortBackend(SimulatedBackend):
     after a line on the screen, where the engine does not know the algorithm, pfl's loop trains.
 
     Args:
+        evaluation: scores a model on the central split; needed where pfl's algorithm has a validation cohort.
         accumulate: data type of the sum over users.
         config_hash: is compared between workers, with the round and its cohort, before each reduction.
         check: compares the engine with pfl's loop for the first cohort on a GPU; None: no comparison.
@@ -132,6 +138,8 @@ class CohortBackend(SimulatedBackend):
         *,
         seed: int,
         postprocessors: Sequence[Postprocessor] = (),
+        evaluation: Callable[[PyTorchModel], Metrics] | None = None,
+        on_evaluation: OnEvaluation = lambda round_number, metrics, model: None,
         engine: CohortEngine | None = None,
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
@@ -154,6 +162,7 @@ class CohortBackend(SimulatedBackend):
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
         self._images, self.engine, self._check = training_data, engine, check
         self._tuner = tuner
+        self._evaluation, self._on_evaluation = evaluation, on_evaluation
         self._seed, self._config_hash = seed, config_hash
 
     @property
@@ -175,9 +184,18 @@ class CohortBackend(SimulatedBackend):
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """Train the round's cohort."""
-        assert central_context.population == Population.TRAIN, "set val_cohort_size to None"
+        """Train the round's cohort, or score the central split when the context is for validation."""
         round_number = central_context.current_central_iteration
+        if central_context.population != Population.TRAIN:
+            if self._evaluation is None:
+                raise ValueError(
+                    "a validation cohort, but no evaluation: give the backend one (pfl_ext.evaluation), "
+                    "or set val_cohort_size to None"
+                )
+            begin_work(evaluation=round_number, config=self._config_hash)
+            metrics = self._evaluation(model)
+            self._on_evaluation(round_number, metrics, model)
+            return None, Metrics()
         self._images.set_round(round_number)
         cohort = self._images.cohort(central_context.cohort_size)
         begin_work(round=round_number, cohort=f"{zlib.crc32(cohort.tobytes()):08x}", config=self._config_hash)

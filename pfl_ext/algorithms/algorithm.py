@@ -25,7 +25,7 @@ from pfl_ext.aggregation.rule import AggregationRule, Mean
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.spooled import SpooledRounds
 from pfl_ext.attacks.attack import Attack, Attackers
-from pfl_ext.backend import CohortBackend
+from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -171,9 +171,11 @@ class RunContext(Setup):
             )
         return [stage for stage in (attackers, self.channel(names), last) if stage is not None]
 
-    def backend(self, before: Sequence[Postprocessor] = (), tuner: Tuner | None = None) -> CohortBackend:
+    def backend(
+        self, before: Sequence[Postprocessor] = (), tuner: Tuner | None = None
+    ) -> CentrallyEvaluatedBackend:
         """The backend that trains a cohort. ``before`` is applied to each update before it is weighted."""
-        return CohortBackend(
+        return CentrallyEvaluatedBackend(
             self.users,
             seed=self.seed,
             postprocessors=[*before, *self.postprocessors],

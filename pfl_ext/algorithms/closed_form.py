@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic
-from pfl_ext.backend import CohortBackend, cohort_line, training_context
+from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
 from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.models.classifier import ImageClassifier
@@ -99,7 +99,7 @@ class ClosedForm(Algorithm[Sums]):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._backend = CohortBackend(
+        self._backend = CentrallyEvaluatedBackend(
             context.users,
             seed=context.seed,
             postprocessors=[WeightByUser(), *context.postprocessors[1:]],  # the mechanism comes last

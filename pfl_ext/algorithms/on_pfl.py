@@ -191,7 +191,7 @@ class OnPfl(Choice, FederatedAveraging):
 
 
 class PflLoop(ServerModelAlgorithm):
-    """Makes the rounds of pfl's ``FederatedAlgorithm.run``, through `CohortBackend`.
+    """Makes the rounds of pfl's ``FederatedAlgorithm.run``, through `CentrallyEvaluatedBackend`.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
     The backend checks the algorithm's refusals in every round.

@@ -4,7 +4,7 @@ A `Game` is one run of some rounds. A fair coin decides whether each canary, a u
 update is as long as allowed, along a direction of its own that is orthogonal to all others. Half of the
 canaries have directions within one tensor, the others are spread evenly over all tensors, since clipping each
 tensor by itself would treat the two differently. Everything but the users' training is production code:
-`FederatedImageDataset` draws the cohorts, `CohortBackend` runs the rounds and sums over workers,
+`FederatedImageDataset` draws the cohorts, `CentrallyEvaluatedBackend` runs the rounds and sums over workers,
 and `private_mean` clips, adds noise and divides. Updates are synthetic, and `PrivateMean.user_scales` scales
 them as in `CohortEngine`, so that 10^5 canaries and their rounds take a second. The tests play the same games
 through pfl's loop, and with `CohortEngine` on images that have the gradients of canaries.
@@ -26,6 +26,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByUser
+from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
@@ -36,7 +37,7 @@ from torch import nn
 
 from dataset.arrays import BoolArray, FloatArray, IntArray
 from pfl_ext.auditing.bounds import Trials
-from pfl_ext.backend import CohortBackend, training_context
+from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.one_step import CohortSum
@@ -261,7 +262,7 @@ class Game:
         in_all = np.ones(self.others, bool)
         data.present = np.concatenate([self.joined | (self.sampler == "fixed"), in_all])
         network = self.classifier(store.side)
-        backend = CohortBackend(
+        backend = CentrallyEvaluatedBackend(
             data,
             seed=PUBLIC_SEED,
             postprocessors=[WeightByUser(), mechanism],
@@ -307,7 +308,7 @@ class Game:
 
 
 def _rounds(
-    backend: CohortBackend,
+    backend: CentrallyEvaluatedBackend,
     algorithm: Any,
     model: PyTorchModel,
     mechanism: PrivateMean,
@@ -317,9 +318,10 @@ def _rounds(
     expected = game.calibration.executed.cohort_size
     rounds = game.calibration.num_rounds
     train = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=game.rates[0], local_batch_size=1)
+    params = NNAlgorithmParams(rounds, rounds, expected, 1)
     sums, fractions, drawn = [], [], np.zeros((rounds, game.canaries + game.others), bool)
     for r in range(rounds):
-        context = training_context(r, expected, train)
+        context = training_context(r, expected, train, params)
         bound = mechanism.clipping_bound
         drawn[r, data.drawn(expected, r)] = True
         stats, metrics = backend.gather_results(model, algorithm, central_context=context)

@@ -137,7 +137,7 @@ class FederatedImageDataset(FederatedDataset):
     as FedIR's. ``collate`` is the task's, for annotations that are no plain arrays. ``cohort_seed`` must be a
     secret for privacy amplified by sampling, so that cohorts cannot be drawn again. ``noise_seed`` is the
     secret for the seeds that pfl gives to its own mechanisms (pfl keeps 32 bits of each). Where it is None
-    they come from ``seed``, and `CohortBackend` refuses these mechanisms, because anybody who
+    they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these mechanisms, because anybody who
     knows ``seed`` could subtract their noise. ``threads`` threads read ahead.
 
     Raises:

@@ -42,7 +42,7 @@ PHASES = {
     "taking up a checkpoint": ("benchmarks.core.recorder:Recorder.restore",),
     "reduction": (
         "pfl_ext.engine.cohort:CohortEngine.train",  # but for the users' training: the sum over them
-        "pfl_ext.backend:CohortBackend._finish",  # sum over workers, noise, mean, clipping bound
+        "pfl_ext.backend:CentrallyEvaluatedBackend._finish",  # sum over workers, noise, mean, clipping bound
         "pfl.model.pytorch:PyTorchModel.apply_model_update",
     ),
     "local training": ("pfl_ext.engine.cohort:CohortEngine._has_run",),
@@ -77,7 +77,7 @@ PLACES = {
     ),
     "reduction": (
         "pfl_ext.engine.trim:Trimmed.expand",
-        "pfl_ext.backend:CohortBackend._finish",
+        "pfl_ext.backend:CentrallyEvaluatedBackend._finish",
         "pfl_ext.backend:get_num_params_weight_name",  # in _finish, when the mean is made
         "pfl.model.pytorch:PyTorchModel.apply_model_update",
     ),

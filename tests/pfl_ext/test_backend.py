@@ -16,6 +16,7 @@ from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.optimizers import OptimizerConfig
-from pfl_ext.backend import CohortBackend
+from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.evaluation import KEPT, LOSS, SCORES, CentralEvaluation
@@ -71,15 +72,23 @@ def train(
     server: Any = None,
     weighting: Any = None,
     sampling: LocalSampling = WHOLE,
+    on_evaluation: Any = lambda *_: None,
+    every: int | None = None,
 ) -> Tensor:
-    """The weight after so many rounds, through pfl's own loop."""
+    """The weight after so many rounds, through pfl's own loop, which scores the model ``every`` so many."""
     module = Linear()
     optimizer = server(module.parameters()) if server else torch.optim.SGD(module.parameters(), lr=1.0)
     model = PyTorchModel(module, torch.optim.SGD, optimizer)
     data = FederatedImageDataset(store, sampling, seed=1)
-    backend = CohortBackend(data, seed=1, postprocessors=[weighting or WeightByUser()])
+    backend = CentrallyEvaluatedBackend(
+        data,
+        seed=1,
+        postprocessors=[weighting or WeightByUser()],
+        evaluation=CentralEvaluation(NumberedStore([7, 2]), batch_size=4) if every else None,
+        on_evaluation=on_evaluation,
+    )
     FederatedAveraging().run(
-        NNAlgorithmParams(rounds, 1, cohort, None),
+        NNAlgorithmParams(rounds, every or 1, cohort, 1 if every else None),
         backend,
         model,
         NNTrainHyperParams(
@@ -131,6 +140,42 @@ def test_the_server_optimizer_sees_minus_the_mean_update(beta: float) -> None:
         store, cohort=1, rounds=3, server=lambda p: OptimizerConfig(learning_rate=0.3, momentum=beta).build(p)
     )
     assert_close_as_vector(got, weight, 3 * 50)
+
+
+def test_what_is_scored_is_the_model_at_the_start_of_the_round() -> None:
+    seen: list[tuple[int, Tensor, float]] = []
+
+    def note(round_number: int, metrics: Metrics, model: PyTorchModel) -> None:
+        weight = model.pytorch_model.weight.detach().clone()
+        seen.append((round_number, weight, metrics[LOSS].overall_value))
+
+    store = NumberedStore([5, 3, 4])
+    after_four = train(store, rounds=5, cohort=2, every=2, on_evaluation=note)
+    assert [round_number for round_number, *_ in seen] == [0, 2, 4]
+    assert torch.equal(seen[0][1], Linear().weight.detach())
+    assert torch.equal(seen[1][1], train(store, rounds=2, cohort=2))
+    assert torch.equal(seen[2][1], train(store, rounds=4, cohort=2))
+    assert not torch.equal(seen[2][1], after_four)
+    images, targets = NumberedStore([7, 2]).read(np.arange(9))
+    for _, weight, loss in seen:
+        module = Linear()
+        module.weight.data.copy_(weight)
+        expected = module.loss(torch.from_numpy(images), torch.from_numpy(targets).float(), torch.empty(0))
+        assert loss == pytest.approx(expected.item(), rel=50 * 2.0**-24)
+
+
+def test_a_validation_cohort_needs_an_evaluation() -> None:
+    store = NumberedStore([2])
+    module = Linear()
+    with pytest.raises(ValueError, match="no evaluation: give the backend one"):
+        FederatedAveraging().run(
+            NNAlgorithmParams(1, 1, 1, 1),
+            CentrallyEvaluatedBackend(FederatedImageDataset(store, WHOLE, seed=1), seed=1),
+            PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)),
+            NNTrainHyperParams(1, 0.5, WHOLE.batch_size),
+            NNEvalHyperParams(local_batch_size=None),
+            send_metrics_to_platform=False,
+        )
 
 
 def test_scores_stand_at_their_own_rows_whatever_the_batches() -> None:
@@ -198,10 +243,10 @@ def test_global_random_state_does_not_matter() -> None:
     assert torch.equal(*results)
 
 
-def backend_with(postprocessor: Any, **options: Any) -> CohortBackend:
+def backend_with(postprocessor: Any, **options: Any) -> CentrallyEvaluatedBackend:
     store = NumberedStore([3, 2, 4])
     data = FederatedImageDataset(store, WHOLE, seed=1, **options)
-    return CohortBackend(data, seed=1, postprocessors=[WeightByUser(), postprocessor])
+    return CentrallyEvaluatedBackend(data, seed=1, postprocessors=[WeightByUser(), postprocessor])
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, CentrallyAppliedPrivacyMechanism])
@@ -245,7 +290,7 @@ def test_users_share_a_pass_where_all_that_is_asked_of_an_update_is_its_norm(
     postprocessors: Any, together: bool
 ) -> None:
     data = FederatedImageDataset(NumberedStore([3]), WHOLE, seed=1, noise_seed=5)
-    backend = CohortBackend(data, seed=1, postprocessors=postprocessors)
+    backend = CentrallyEvaluatedBackend(data, seed=1, postprocessors=postprocessors)
     assert backend._only_norms_matter() == together
 
 
@@ -257,7 +302,7 @@ def test_an_algorithm_that_wants_a_weighting_alone_gets_nothing_else(
     postprocessors: Any, refused: bool
 ) -> None:
     data = FederatedImageDataset(NumberedStore([3]), WHOLE, seed=1, noise_seed=5)
-    backend = CohortBackend(data, seed=1, postprocessors=postprocessors)
+    backend = CentrallyEvaluatedBackend(data, seed=1, postprocessors=postprocessors)
     algorithm = SimpleNamespace(refusals={"postprocessors": "a weighting alone"})
     with pytest.raises(ValueError, match="a weighting alone") if refused else nullcontext():
         backend._refuse(algorithm, np.array([0]))

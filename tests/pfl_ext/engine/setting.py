@@ -23,7 +23,7 @@ from pfl_ext.algorithms.feddyn import FedDyn, FedDynOptions
 from pfl_ext.algorithms.fednova import STEPS, FedNova
 from pfl_ext.algorithms.fedprox import FedProx, ProximalOptions
 from pfl_ext.algorithms.scaffold import Correction, Option, Scaffold, ScaffoldOptions
-from pfl_ext.backend import CohortBackend, training_context
+from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
@@ -242,7 +242,7 @@ class Setting:
             reweight=self.reweight,
         )
         cohort_size = self.cohort or len(self.sizes)
-        backend = CohortBackend(
+        backend = CentrallyEvaluatedBackend(
             data,
             seed=1,
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],

@@ -21,7 +21,7 @@ from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.fedprox import FedProx
 from pfl_ext.algorithms.on_pfl import OnPfl
 from pfl_ext.algorithms.scaffold import Scaffold
-from pfl_ext.backend import CohortBackend, training_context
+from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.rules import Refusals, Rule
 from tests.pfl_ext.engine.setting import Setting, distance, norm, private, rounding_of, without_noise
@@ -52,12 +52,12 @@ def made(kind: Any) -> Any:
     return kind(NO_RUN) if issubclass(kind, OnPfl) else kind()
 
 
-def backend(mechanism: Any, **options: Any) -> CohortBackend:
+def backend(mechanism: Any, **options: Any) -> CentrallyEvaluatedBackend:
     data = FederatedImageDataset(NumberedStore([3, 2]), WHOLE, seed=1, noise_seed=7, **options)
-    return CohortBackend(data, seed=1, postprocessors=[WeightByUser(), mechanism])
+    return CentrallyEvaluatedBackend(data, seed=1, postprocessors=[WeightByUser(), mechanism])
 
 
-def one_round(backend: CohortBackend, algorithm: Any, cohort_size: int = 2) -> None:
+def one_round(backend: CentrallyEvaluatedBackend, algorithm: Any, cohort_size: int = 2) -> None:
     """As far as the first thing that needs a model."""
     backend.gather_results(None, algorithm, central_context=training_context(0, cohort_size))
 
@@ -105,7 +105,7 @@ def test_nothing_changes_an_update_after_it_was_clipped(mechanism: str) -> None:
     data = FederatedImageDataset(NumberedStore([3, 2]), WHOLE, seed=1, noise_seed=7)
     order = [MECHANISMS[mechanism](), WeightByDatapoints()]
     with pytest.raises(ValueError, match="place the mechanism last"):
-        CohortBackend(data, seed=1, postprocessors=order)
+        CentrallyEvaluatedBackend(data, seed=1, postprocessors=order)
 
 
 class Louder(Rule):
