@@ -26,7 +26,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByUser
-from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
@@ -318,10 +317,9 @@ def _rounds(
     expected = game.calibration.executed.cohort_size
     rounds = game.calibration.num_rounds
     train = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=game.rates[0], local_batch_size=1)
-    params = NNAlgorithmParams(rounds, rounds, expected, 1)
     sums, fractions, drawn = [], [], np.zeros((rounds, game.canaries + game.others), bool)
     for r in range(rounds):
-        context = training_context(r, expected, train, params)
+        context = training_context(r, expected, train)
         bound = mechanism.clipping_bound
         drawn[r, data.drawn(expected, r)] = True
         stats, metrics = backend.gather_results(model, algorithm, central_context=context)
