@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pfl_ext.engine.gradients import Gradient, Users, squared_norm
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier
+from pfl_ext.models.probing import nothing_zero
 
 CPU_BYTES = 1 << 30  # for the activations of one group; about as much keeps its layers in the caches
 MOST_IMAGES = {"cpu": 32, "cuda": 256}
@@ -32,23 +32,6 @@ def _image_losses(outputs: Tensor) -> Tensor:
     flat = outputs.flatten(1).float()
     targets = (torch.arange(flat.shape[1], device=flat.device) % 3 == 0).float().expand_as(flat)
     return F.binary_cross_entropy_with_logits(flat, targets, reduction="none").mean(1)
-
-
-@contextlib.contextmanager
-def _nothing_zero(network: nn.Module) -> Iterator[None]:
-    """In this context trained parameters that are all 0 are not, since others would have no gradient.
-
-    The last layer of torchvision's ViT begins with zeros, as does B of LoRA.
-    """
-    zero = [p for p in network.parameters() if p.requires_grad and not p.any()]
-    try:
-        for p in zero:
-            steps = torch.arange(p.numel(), device=p.device, dtype=torch.float32)
-            p.data.copy_((torch.sin(steps * 0.71) * 0.1).view(p.shape))
-        yield
-    finally:
-        for p in zero:
-            p.data.zero_()
 
 
 def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
@@ -75,7 +58,7 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     users = Users((0, 1, 2), device)
     weights = torch.tensor([0.25, 0.75], device=device)
     parameters = [p for p in model.backbone.parameters() if p.requires_grad]
-    with _nothing_zero(model.backbone), contextlib.suppress(RuntimeError):
+    with nothing_zero(model.backbone), contextlib.suppress(RuntimeError):
         net.run(x, _image_losses, users, weights, on_gradient, contextlib.nullcontext())
         if twice or set(found) != set(names):
             return False

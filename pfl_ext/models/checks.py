@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import new_in, outputs_of
 from pfl_ext.models.lora_targets import selects
-from pfl_ext.models.probing import agree, before_each, two_images
+from pfl_ext.models.probing import agree, before_each, nothing_zero, two_images
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.trained import LAYERS, head_of, new_part
 from pfl_ext.registry import of_ones_own
@@ -60,9 +60,10 @@ def check_size(backbone: nn.Module, arch: str, input_size: int, num_labels: int)
     images, of_boxes = two_images(input_size).permute(0, 3, 1, 2) / 255, outputs_of(arch) == "boxes"
     buffers = {name: buffer.clone() for name, buffer in backbone.named_buffers()}
     try:
-        with before_each(layers, lambda name, *_: ran.append(name)):
-            outputs = backbone.train()(images[:1])
-        together = outputs if of_boxes else backbone(images)
+        with nothing_zero(backbone):
+            with before_each(layers, lambda name, *_: ran.append(name)):
+                outputs = backbone.train()(images[:1])
+            together = outputs if of_boxes else backbone(images)
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise wrong_side(arch, input_size, fault) from fault
     if not state.equal(torch.get_rng_state()):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.prefix import MapClassifier
-from pfl_ext.models.probing import agree, before_each, two_images
+from pfl_ext.models.probing import agree, before_each, nothing_zero, two_images
 from pfl_ext.models.random_features import OnRandomFeatures
 
 Result = TypeVar("Result")
@@ -101,13 +101,14 @@ class Split:
     def __init__(self, whole: ImageClassifier) -> None:
         self._whole = whole
         self.trained = _last_trained(whole.backbone)
-        features, outputs = self._run(two_images(whole.input_size).to(whole.mean.device))
-        if features.ndim != 2:
-            raise ValueError(f"the layer {self.trained} takes more than a vector for each image")
-        self.width = features.shape[1]
-        self.classifier = FeatureClassifier(whole, self.trained, self.width)
-        with torch.no_grad():
-            alone = self.classifier(features)
+        with nothing_zero(whole.backbone):
+            features, outputs = self._run(two_images(whole.input_size).to(whole.mean.device))
+            if features.ndim != 2:
+                raise ValueError(f"the layer {self.trained} takes more than a vector for each image")
+            self.width = features.shape[1]
+            self.classifier = FeatureClassifier(whole, self.trained, self.width)
+            with torch.no_grad():
+                alone = self.classifier(features)
         if not agree(alone, outputs, 1e-3):
             raise ValueError(f"more than the layer {self.trained} follows the frozen layers")
 

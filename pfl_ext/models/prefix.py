@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier, memory_format
-from pfl_ext.models.probing import agree, two_images
+from pfl_ext.models.probing import agree, nothing_zero, two_images
 
 LARGEST_MAP = 4
 """Largest size of a map relative to its image, both in bytes; beyond, maps are not worth their memory."""
@@ -130,7 +130,7 @@ class Prefix:
         backbone = substituted(whole.backbone, dict.fromkeys(passed, Passed))
         self.classifier = MapClassifier(whole, backbone, self._shape)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nothing_zero(whole.backbone):
                 alone, outputs = self.classifier(maps), whole(made)
         except RuntimeError as fault:
             raise ValueError(f"the layers after {self.last} cannot be run by themselves") from fault

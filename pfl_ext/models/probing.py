@@ -31,6 +31,23 @@ def before_each(
             hook.remove()
 
 
+@contextlib.contextmanager
+def nothing_zero(network: nn.Module) -> Iterator[None]:
+    """In this context trained parameters that are all 0 are not: they would hide what is before them.
+
+    The last layer of torchvision's ViT begins with zeros, as does B of LoRA.
+    """
+    zero = [p for p in network.parameters() if p.requires_grad and not p.any()]
+    try:
+        for p in zero:
+            steps = torch.arange(p.numel(), device=p.device, dtype=torch.float32)
+            p.data.copy_((torch.sin(steps * 0.71) * 0.1).view(p.shape))
+        yield
+    finally:
+        for p in zero:
+            p.data.zero_()
+
+
 def two_images(side: int) -> Tensor:
     """Two different images, uint8 ``[2, S, S, 3]``."""
     return (torch.arange(2 * side**2 * 3).view(2, side, side, 3) * 37 % 256).to(torch.uint8)

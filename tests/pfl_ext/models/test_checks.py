@@ -62,10 +62,16 @@ class OwnStatistics(nn.Module):
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_network_that_mixes_the_images_of_a_batch_is_refused() -> None:
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_network_that_mixes_the_images_of_a_batch_is_refused(zeros: bool) -> None:
+    """Also one whose last layer begins with zeros."""
+
     @NETWORKS.register("mixing")
     def mixing(num_labels: int, input_size: int) -> nn.Module:
-        return nn.Sequential(OwnStatistics(), nn.Flatten(), nn.Linear(3 * input_size**2, num_labels))
+        head = nn.Linear(3 * input_size**2, num_labels)
+        for parameter in head.parameters() if zeros else ():
+            nn.init.zeros_(parameter)
+        return nn.Sequential(OwnStatistics(), nn.Flatten(), head)
 
     with pytest.raises(
         ValueError, match=r"^model\.arch is mixing, whose outputs for an image depend on the other"

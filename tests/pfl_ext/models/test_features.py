@@ -74,10 +74,13 @@ def test_what_cannot_be_split_says_why(config: dict[str, Any], why: str) -> None
         Split(classifier(**config))
 
 
-@pytest.mark.parametrize("after", [nn.Softmax(1), nn.LeakyReLU(0.5)], ids=str)
+@pytest.mark.parametrize("after", [nn.Softmax(1), nn.LeakyReLU(0.5), nn.Hardtanh(-1e-3, 1e-3)], ids=str)
 def test_layers_after_the_trained_ones_are_noticed(after: nn.Module) -> None:
-    """Also one that changes no output by more than the largest of them."""
+    """Also one that changes no output by more than the largest of them, or none of a layer of zeros."""
     whole = classifier(arch="lenet")
+    if isinstance(after, nn.Hardtanh):
+        for parameter in whole.backbone.get_submodule("fc3").parameters():
+            nn.init.zeros_(parameter)
     whole.backbone.add_module("after", after)
     with pytest.raises(ValueError, match="more than the layer fc3 follows"):
         Split(whole)
