@@ -70,7 +70,7 @@ class ByLoss(ServerModelAlgorithm):
             Diverged: when a user's loss is not finite.
         """
         x, users = self.clients.weights(), self.clients.cohort(number)
-        losses = self._losses(x, users, number)
+        losses = self._losses(users, number)
         counted = losses[:, 1] > 0
         weights = torch.zeros(len(users), dtype=torch.float64)
         if counted.any():
@@ -105,13 +105,13 @@ class ByLoss(ServerModelAlgorithm):
             workers.sum_model([seen], list(total.values()))
         return total, float((weights * stretches).sum()), seen
 
-    def _losses(self, x: Weights, users: IntArray, number: int) -> Tensor:
-        """``[n, 2]`` float64: each user's loss at x (0 without images) and number of images."""
+    def _losses(self, users: IntArray, number: int) -> Tensor:
+        """``[n, 2]`` float64: each user's loss at the run's model (0 without images) and number of images."""
         found = torch.zeros(len(users), 2, dtype=torch.float64)
         with self.clients.dealt(users, number) as mine:
             for place in mine:
-                (loss,), images = self.clients.losses_of([x], int(users[place]), number)
-                found[place] = torch.tensor([loss, images], dtype=torch.float64)
+                loss_and_images = self.clients.loss_of(int(users[place]), number)
+                found[place] = torch.tensor(loss_and_images, dtype=torch.float64)
         self._gather(found)
         if not found.isfinite().all():
             found_loss = f"the loss of a user in round {number} is {float(found.sum()):g}"

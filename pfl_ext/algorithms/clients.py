@@ -224,14 +224,19 @@ class Clients:
         return update, torch.tensor(_counts(metrics))
 
     @torch.no_grad()
+    def loss_of(self, user: int, number: int) -> tuple[float, int]:
+        """A user's mean loss at the run's model's weights, and its number of images; 0 and 0 without images.
+
+        The images are those of its training in round ``number``, each once.
+        """
+        (loss,), images = self.losses_of([self.weights()], user, number)
+        return loss, images
+
+    @torch.no_grad()
     def losses_of(
         self, models: Sequence[Mapping[str, Tensor]], user: int, number: int
     ) -> tuple[list[float], int]:
-        """A user's mean loss at the weights of each model, and its number of images; 0 and 0 without images.
-
-        The images are those of its training in round ``number``, each once. The run's model has the last
-        one's weights afterwards.
-        """
+        """`loss_of` at the weights of each model, with one read; the run's model has the last one's."""
         self._context.users.set_round(number)
         batches, losses = list(self._context.users.user_dataset(user).once()), list[float]()
         images = sum(len(batch[0]) for batch in batches)

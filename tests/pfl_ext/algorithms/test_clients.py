@@ -93,7 +93,7 @@ def test_a_users_loss_is_that_of_the_round_whatever_was_trained_before() -> None
     losses = []
     for each in (ours, resumed):
         each.model(weights)
-        losses.append([each.losses_of([weights], 3, number) for number in (1, 2)])
+        losses.append([each.loss_of(3, number) for number in (1, 2)])
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1], "each round has crops and images of its own"
 
