@@ -2,7 +2,7 @@
 
 Half of a small run's time goes into pictures, and a quarter into other processes whose answer stays the same:
 whether the HDF5 library survives the data file, and what git says of this checkout. Then a seventh goes into
-the data file's checksums.
+the data file's checksums, and a tenth into the engine's trial of a network.
 
 sparing ARGUMENTS...          runs FLAIR's training command so, as one of the workers of a launcher
 """
@@ -24,6 +24,11 @@ from benchmarks.reporting import pictures, plots
 from dataset.cli import run
 from dataset.store.probe import probe
 from dataset.store.validate import check_columns
+from pfl_ext.engine import cohort
+from pfl_ext.engine.cpu.joining import Joined
+from pfl_ext.engine.probe import fusable
+from pfl_ext.engine.tape import TapedNetwork
+from pfl_ext.models.classifier import ImageClassifier
 
 PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars")
 """What `plots` draws of a run."""
@@ -56,6 +61,30 @@ def spared(draw: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+VERDICTS: dict[object, bool] = {}
+"""Whether the engine trains networks in groups, by `form`."""
+
+
+def form(model: ImageClassifier) -> object:
+    """What two networks have in common that compute alike, whatever their weights."""
+    layers = list(model.backbone.modules())
+    traced = [layer._run.__code__ for layer in layers if isinstance(layer, Joined)]
+    return (
+        tuple(type(layer) for layer in layers),
+        tuple(code.co_code + repr((code.co_names, code.co_consts)).encode() for code in traced),
+        tuple((name, p.shape, p.requires_grad) for name, p in model.backbone.named_parameters()),
+        (repr(model.backbone), model.input_shape, model.memory_format, model.mean.device),
+    )
+
+
+def fusable_once(model: ImageClassifier, net: TapedNetwork) -> bool:
+    """As `fusable`, which takes a tenth of a small run, but each `form` is tried out once."""
+    key = form(model)
+    if key not in VERDICTS:
+        VERDICTS[key] = fusable(model, net)
+    return VERDICTS[key]
+
+
 probe_changed, columns_changed = once_changed(probe), once_changed(check_columns)
 commit_once = functools.cache(commit)
 
@@ -67,6 +96,7 @@ def sparingly(draw: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.object(execute, "probe", probe_changed))
         stack.enter_context(mock.patch.object(execute, "check_columns", columns_changed))
         stack.enter_context(mock.patch.object(execute, "commit", commit_once))
+        stack.enter_context(mock.patch.object(cohort, "fusable", fusable_once))
         for module, names in () if draw else ((plots, PICTURES), (pictures, OF_IMAGES)):
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, spared(getattr(module, name))))

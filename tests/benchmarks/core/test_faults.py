@@ -7,8 +7,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,9 @@ from benchmarks.core.run_directory import RunDirectory
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.on_pfl import PflLoop
+from tests import launching
 from tests.benchmarks.conftest import SMALL, TINY, Refused, Train, killed_at, train_into
+from tests.benchmarks.core.small_disk import NO_MOUNTS
 from tests.benchmarks.run_files import error_line, lines, results, said
 
 pytestmark = pytest.mark.xdist_group("faults")
@@ -206,25 +206,30 @@ def test_another_data_file_is_refused_and_a_copy_is_not(
     assert len(results(cut_off)["data_sha256"]) == 64
 
 
-@pytest.mark.parametrize(
-    "column", ["labels_indices", "fine_grained_labels_indptr", "user_ids", "user_offsets", "image_crc32"]
-)
 def test_a_data_file_that_was_changed_in_place_is_refused(
-    column: str, train: Train, cut: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, cut: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It still states the fingerprint that the run began with."""
     copy = Path(shutil.copy(mini_file, tmp_path / "copy.hdf5"))
     cut(f"--data_path={copy}", dies_in=2)
-    with h5py.File(copy, "r+") as file:
-        data = file[f"train/{column}"]
-        data[:2] = data[:2][::-1]
-    capsys.readouterr()
-    train(*LONG, f"--data_path={copy}", code=2)
-    assert error_line(capsys) == (
-        f"error: {copy} is damaged: train/{column} does not match its checksum; make it again with the "
-        "command that made it (download_preprocess or dataset.convert), or check it with "
-        f"python -m dataset.store {copy}"
-    )
+    for column in (
+        "labels_indices",
+        "fine_grained_labels_indptr",
+        "user_ids",
+        "user_offsets",
+        "image_crc32",
+    ):
+        shutil.copy(mini_file, copy)
+        with h5py.File(copy, "r+") as file:
+            data = file[f"train/{column}"]
+            data[:2] = data[:2][::-1]
+        capsys.readouterr()
+        train(*LONG, f"--data_path={copy}", code=2)
+        assert error_line(capsys) == (
+            f"error: {copy} is damaged: train/{column} does not match its checksum; make it again with the "
+            "command that made it (download_preprocess or dataset.convert), or check it with "
+            f"python -m dataset.store {copy}"
+        )
 
 
 def test_metrics_that_were_changed_under_a_checkpoint_are_refused(
@@ -346,36 +351,22 @@ def test_a_signal_before_the_first_round_stops_at_once(
     train(*SHORT)
 
 
-FILLING = """
-import sys
-from benchmarks.core import disk
-from benchmarks.flair.train import main
-from dataset.cli import run
-
-disk.free = lambda folder: 1 << 40  # others fill the disk later
-sys.exit(run(main, sys.argv[1:]))
-"""
-
-
 def test_a_full_disk_is_named_and_the_checkpoints_are_whole(
     whole: Path, train: Train, mini_file: Path, tmp_path: Path
 ) -> None:
     """On a real small disk: a third checkpoint does not fit beside two."""
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine allows no private mounts (unshare -rm)")
     disk, saved = tmp_path / "disk", tmp_path / "run"
     disk.mkdir()
     argv = [*SMALL, *LONG, "--runtime.checkpoint_every=1", "--config=fl-r-17", f"--data_path={mini_file}"]
     argv.append("--runtime.threads=1")  # as in this process: other numbers of threads round otherwise
-    command = f'{sys.executable} -c "{FILLING}" {" ".join(argv)} --run_dir={disk}/run'
     room = 5 * (whole / "checkpoint" / "last.safetensors").stat().st_size // 2
-    mount = f"mount -t tmpfs -o size={room} none {disk}"
-    script = f"{mount} || exit 99; {command}; code=$?; cp -r {disk}/run {saved}; exit $code"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
-    if done.returncode == 99:
-        pytest.skip("this machine allows no tmpfs")
-    assert done.returncode == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    words = ("tests.benchmarks.core.small_disk", str(disk), str(room), str(saved), *argv)
+    process = launching.start(launching.warmly(*words))
+    output = launching.finish(process)
+    if process.returncode == NO_MOUNTS:
+        pytest.skip("this machine allows no private mounts of a tmpfs")
+    assert process.returncode == 2, output
+    (line,) = [line for line in output.splitlines() if "error: " in line]
     assert "checkpoint/last.safetensors cannot be written" in line
     assert "No space left on device" in line
     assert checkpoint.load(saved / "checkpoint" / "last.safetensors")[1]["step"] == 2

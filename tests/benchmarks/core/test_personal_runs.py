@@ -200,7 +200,8 @@ def test_fedbn_averages_all_but_the_norms(train: Train) -> None:
     network = (f"--model.arch={arch}", "--model.input_size=16", "--model.groups=4")
     norms = [m for m in torchvision.models.get_model(arch).modules() if isinstance(m, nn.BatchNorm2d)]
     size_of_norms = sum(p.numel() for norm in norms for p in norm.parameters())
-    directory = train("--federated.algorithm=fedbn", *network, "--federated.num_rounds=1")
+    few = (*network, "--federated.num_rounds=1", "--federated.cohort_size=3", "--local.max_images=4")
+    directory = train("--federated.algorithm=fedbn", *few)
     kept = last_checkpoint(directory)
     assert (kept["model/backbone.stage2.0.branch1.1.weight"] == 1).all(), "as before training"
     assert (kept["model/backbone.conv1.1.bias"] == 0).all()
@@ -208,8 +209,7 @@ def test_fedbn_averages_all_but_the_norms(train: Train) -> None:
     assert (np.abs(content - np.median(content, axis=0)).max(1) > 0).all(), "each user's own"
     size = sum(w.numel() * 4 for w in checkpoint.part(kept, checkpoint.MODEL).values())
     assert results(directory)["traffic"]["up"] == size - 4 * size_of_norms
-    words = ("--federated.algorithm=fedper", f"{OPTION}personal=norms", "--federated.num_rounds=1")
-    same = train(*words, *network, name="same")
+    same = train("--federated.algorithm=fedper", f"{OPTION}personal=norms", *few, name="same")
     assert results(same)["clients"] == results(directory)["clients"]
 
 

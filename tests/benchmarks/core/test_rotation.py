@@ -1,6 +1,6 @@
 """A benchmark that is new to the house (`tests.benchmarks.core.rotation`) gets all that the others have.
 
-test_rotation ARGUMENTS...          trains it, as one of the workers of a launcher
+test_rotation DATA DIRECTORY...          trains it into each, as one of the workers of a launcher
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.core.execute import execute
 from benchmarks.core.recorder import Recorder
-from dataset.cli import run as run_command
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
-from pfl_ext.workers.distributed import is_main
+from pfl_ext.workers.distributed import connected, is_main
 from tests.benchmarks.core import rotation
 from tests.benchmarks.core.rotation import Rotation, Turn
 from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
@@ -34,14 +34,15 @@ from tests.pfl_ext.samplings import local_sampling
 
 SPEC = MiniSpec(train_users=16, val_users=16, test_users=16, image_size=20, num_fine_labels=40)
 DIES_AT = "ROTATION_DIES_AT"
-"""Environment variable: the round after which worker 0 kills itself."""
+"""Environment variable: the round of the last run after which worker 0 kills itself."""
 QUIET = ("--runtime.progress=false", "--runtime.threads=1")
 SHORT = (
     *QUIET,
     "--model.arch=lenet",  # which does not learn the task, in a quarter of the time
     "--runtime.checkpoint_every=1",
     "--runtime.keep_checkpoints=true",
-    "--federated.num_rounds=4",
+    "--federated.num_rounds=3",
+    "--federated.cohort_size=4",
     "--evaluation.every_rounds=2",
 )
 PRIVATE = (
@@ -54,18 +55,22 @@ PRIVATE = (
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    """The benchmark's command; worker 0 may kill itself by SIGKILL."""
+BY_TWO = (*SHORT, *PRIVATE, "--runtime.accumulate=fp64")
+
+
+def main(data: Path, directories: Sequence[str]) -> None:
+    """The runs of two workers, one after the other; in the last, worker 0 may kill itself by SIGKILL."""
     real, last = Recorder.step_done, int(os.environ.get(DIES_AT, -1))
 
     def dying(self: Recorder, step: int, values: Mapping[str, Any], state: Any) -> None:
         real(self, step, values, state)
-        if step == last and is_main():
+        if step == last and is_main() and str(self.files.path) == directories[-1]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Recorder.step_done = dying  # type: ignore[method-assign]
-    with sparingly():
-        rotation.main(argv)
+    with connected("auto", threads=1, timeout=60), sparingly():
+        for directory in directories:
+            execute(Rotation.benchmark.parse([*BY_TWO, f"--run_dir={directory}"]), data, Rotation)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +85,9 @@ def train(file: Path, directory: Path, *argv: str, code: int = 0, draw: bool = F
     return run_into(rotation.main, directory, f"--data_path={file}", *argv, code=code, draw=draw)
 
 
-def train_by_two(file: Path, directory: Path, *argv: str) -> list[str]:
-    """The command that trains it by two workers."""
-    words = (f"--data_path={file}", f"--run_dir={directory}", *argv)
-    return command("torchrun", 2, "tests.benchmarks.core.test_rotation", *words)
+def train_by_two(file: Path, *directories: Path) -> list[str]:
+    """The command that trains it by two workers, into each of these."""
+    return command("torchrun", 2, "tests.benchmarks.core.test_rotation", str(file), *map(str, directories))
 
 
 def last_weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -140,15 +144,13 @@ def test_pfls_loop_trains_it_too(file: Path, tmp_path: Path) -> None:
 
 
 def test_two_private_workers_are_killed_and_go_on_to_the_bit(file: Path, tmp_path: Path) -> None:
-    argv = (*SHORT, *PRIVATE, "--runtime.accumulate=fp64")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    output = run(train_by_two(file, whole, *argv))
-    assert len(lines(whole)[0]["worker_seconds"]) == 2, output
-    process = start(train_by_two(file, killed, *argv, "--runtime.worker_timeout_s=5"), **{DIES_AT: "1"})
-    finish(process)
+    process = start(train_by_two(file, whole, killed), **{DIES_AT: "1"})
+    output = finish(process)
     assert process.returncode != 0
+    assert len(lines(whole)[0]["worker_seconds"]) == 2, output
     assert len(lines(killed)) == 2
-    assert "resuming at round 2" in run(train_by_two(file, killed, *argv))
+    assert "resuming at round 2" in run(train_by_two(file, killed))
     for key in ("model_sha256", "val", "test", "last"):
         assert results(killed)[key] == results(whole)[key]
     timed = ("worker_seconds",)
@@ -156,9 +158,9 @@ def test_two_private_workers_are_killed_and_go_on_to_the_bit(file: Path, tmp_pat
         {k: v for k, v in line.items() if k not in timed} for line in lines(whole)
     ]
     statement = checkpoint.read_json(killed / "privacy.json")
-    assert statement["rounds_done"] == 4
+    assert statement["rounds_done"] == 3
     assert statement["seeded_for_research_only"]
-    alone = train(file, tmp_path / "alone", *argv)
+    alone = train(file, tmp_path / "alone", *BY_TWO)
     assert_close_as_vector(
         last_weights(whole), last_weights(alone), 16
     )  # a sum in float64 is rounded once a round
@@ -189,4 +191,5 @@ def test_its_own_key_is_refused_in_private_runs_unless_argued(
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -76,7 +76,8 @@ def test_the_config_of_a_run_brings_the_runs_file(
     """And no mini set with a scale of its own where that file is gone."""
     data = tmp_path / "own.hdf5"
     data.write_bytes(mini_file.read_bytes())
-    first = train(f"--data_path={data}", "--model.dropout=true", "--model.arch=squeezenet1_1", name="first")
+    network = ("--model.dropout=true", "--model.arch=squeezenet1_1", "--federated.cohort_size=1")
+    first = train(f"--data_path={data}", *network, "--federated.num_rounds=1", name="first")
     words = ["--config", str(first / "config.yaml")]
 
     def again(*more: str, code: int = 0) -> str:

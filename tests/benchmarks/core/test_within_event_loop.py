@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.flair.train import main
 from tests.benchmarks.conftest import SMALL, Train
+from tests.benchmarks.sparing import sparingly
 
 WORDS = {
     "pfl's loop of rounds": ["--federated.algorithm=fedavg"],
@@ -34,6 +35,7 @@ def test_a_run_gives_the_same_numbers_there(
         main([f"--data_path={mini_file}", "--config=fl-r-17", f"--run_dir={inside}", *SMALL, *words])
         await asyncio.sleep(0)  # the loop goes on
 
-    asyncio.run(cell())
+    with sparingly():
+        asyncio.run(cell())
     assert scores(inside) == scores(outside)
     assert (inside / "model.safetensors").read_bytes() == (outside / "model.safetensors").read_bytes()

@@ -3,12 +3,13 @@
     worker_runs DATA DIRECTORY NAMES
     worker_runs ARGUMENTS...
 
-One launch for several runs, ``NAMES`` of `RUNS` with commas between: FL by pfl's loop with float64 sums (and an average over rounds) and with float32
-sums, FL with dropout, cutout and mixed images by the fast engine, FL on features of augmented views, PFL,
-and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold
-what each did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where pfl's
-loop trains, the checksums of the noise that was added, and how this interpreter hashes a word. With `FRESH`
-in the environment, worker 1 begins again as an interpreter of its own, whose hashes are not those of worker 0.
+One launch for several runs, ``NAMES`` of `RUNS` with commas between: FL by pfl's loop with float64 sums (and
+an average over rounds) and with float32 sums, FL with dropout, cutout and mixed images by the fast engine, FL
+on features of augmented views, PFL, and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories.
+``DIRECTORY/<run>-<rank>.json`` hold what each did: ``{"round user": checksum of the pixels, labels, order
+and crops that trained it}`` where pfl's loop trains, the checksums of the noise that was added, and how this
+interpreter hashes a word. With `FRESH` in the environment worker 1 begins again as an interpreter of its own,
+which hashes otherwise than worker 0.
 
 With `LOST_BY` in the environment it is the training command with these arguments, whose worker 1 sends that
 signal to itself in the round `LOST_IN`, after the checkpoint of the round before.
@@ -26,10 +27,7 @@ from typing import Any
 
 from dataset import process
 
-FRESH = "WORKER_FRESH"
 if __name__ == "__main__":
-    if os.environ.get("RANK") == "1" and os.environ.pop(FRESH, None):
-        os.execv(sys.executable, [sys.executable, "-m", "tests.benchmarks.core.worker_runs", *sys.argv[1:]])
     process.begin()
 
 import pfl_ext as pfl_ext  # before pfl, see there
@@ -49,7 +47,7 @@ from pfl_ext.workers.distributed import connected, current
 from tests.benchmarks.sparing import sparingly
 
 ROUNDS, LOST_IN = 3, 1
-LOST_BY = "WORKER_LOST_BY"
+LOST_BY, FRESH = "WORKER_LOST_BY", "WORKER_FRESH"
 SMALL = (
     "--data.image_size=20",
     "--model.input_size=16",
@@ -152,6 +150,8 @@ if __name__ == "__main__":
     if LOST_BY in os.environ:
         lose_worker_1(int(os.environ[LOST_BY]))
         sys.exit(run_command(train, sys.argv[1:]))
+    if os.environ.get("RANK") == "1" and os.environ.pop(FRESH, None):
+        os.execv(sys.executable, [sys.executable, "-m", "tests.benchmarks.core.worker_runs", *sys.argv[1:]])
     process.imported()
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","))
     process.ends(0)
