@@ -78,7 +78,8 @@ class LabelMatrix:
         """
         check_num_labels("a label set", num_labels)
         width = max(num_labels, 1)
-        flat = np.unique(rows * width + columns)
+        flat = np.sort(rows * width + columns)
+        flat = flat[np.diff(flat, prepend=-1) > 0]  # np.unique (numpy 2.3) takes ten times as long
         indptr = np.searchsorted(flat, np.arange(num_images + 1) * width).astype(np.int64)
         return cls(indptr, (flat % width).astype(np.uint16), num_labels)
 

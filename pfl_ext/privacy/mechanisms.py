@@ -120,8 +120,12 @@ def in_chunks(size: int, threads: int, draw: Callable[[int, Float32Array], None]
     def fill(chunk: int) -> None:
         draw(chunk, out[chunk * NOISE_CHUNK : (chunk + 1) * NOISE_CHUNK])
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(fill, chunks))
+    if min(threads, len(chunks)) <= 1:  # a thread costs more than a small user's noise
+        for chunk in chunks:
+            fill(chunk)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, chunks))
     return torch.from_numpy(out)
 
 

@@ -10,24 +10,19 @@ from tests.benchmarks.moved import DRAWS, Scored, assert_as_near_as_rounding, in
 from tests.benchmarks.run_files import results
 from tests.card import any_card
 
-SMALL_NET = "shufflenet_v2_x0_5 --model.groups=4"
-"""With GroupNorm, as the paper's ResNet18, and a thirtieth of its parameters."""
-
 
 @pytest.mark.parametrize(
     "words",
     [
-        "lenet --runtime.lanes=2",
+        "lenet --runtime.lanes=2 --local_privacy.noise_seed=run --federated.weighting=users",
         "lenet --runtime.fuse=true --config=pfl-r-17 --privacy.noise_seed=run "
         "--privacy.noise_cohort_size=4 --privacy.noise_population=12 --privacy.epsilon=50",
         "lenet --runtime.engine=stock",
         "lenet --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users "
         "--evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
-        "lenet --federated.algorithm=scaffold --federated.weighting=users",
         "lenet --federated.algorithm=scaffold --federated.scaffold_option=I "
         "--federated.scaffold_correction=step",
-        "lenet --local_privacy.noise_seed=run --federated.weighting=users",
-        f"{SMALL_NET} --config=c-r-17",
+        "lenet --config=c-r-17",
         "lenet --config=c-r-17 --runtime.engine=stock --centralised.optimizer=sgd",
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset.arrays import FloatArray
-from dataset.flair.mini import MiniSpec, mini_index
+from dataset.flair.mini import SPLITS, MiniSpec, _sizes
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.schedule import longest_first, predicted_costs
 from tests.pfl_ext.samplings import local_sampling
@@ -52,7 +52,7 @@ def test_the_slowest_worker_is_near_the_best_of_all_assignments(costs: list[floa
 
 def test_the_schedule_is_within_ten_percent_of_the_best_on_flairs_histogram() -> None:
     """Real sizes at full scale, costs with a fixed part, times that scatter by 5 % round the prediction."""
-    sizes = np.diff(mini_index(MiniSpec()).splits["train"].user_offsets)
+    sizes, _ = _sizes(spec := MiniSpec(), SPLITS.index("train"), spec.users("train"))
     sampling, rng = local_sampling(), np.random.default_rng(0)
     for workers in (2, 4, 8, 16, 64):
         ours, dealt = [], []

@@ -58,7 +58,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "momentum": (0.0, 0.6),
     "weight_decay": (0.0, 0.05),
     "nova": (False, True),
-    "sizes": ([1], [9, 2], [5, 1, 12], [1, 2, 3, 1, 17]),
+    "sizes": ([1], [9, 2], [5, 1, 8], [1, 2, 3, 1, 10]),
     "head_rate": (1.0, 4.0),
 }
 NO_RUN: Any = None
@@ -129,8 +129,16 @@ def test_rounds_at_rates_of_their_own_are_trained_as_by_pfls_loop(training: dict
     assert distance(setting(0.2, 0.2).run(True, lanes=1)[0], ours) > 0.1
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("kind, words", [("gaussian", {}), ("adaptive", {}), ("gaussian", ADAM)], ids=str)
+@pytest.mark.parametrize(
+    "kind, words, clipping",
+    [
+        ("gaussian", {}, "flat"),
+        ("gaussian", ADAM, "flat"),
+        ("gaussian", {}, "per_layer"),
+        ("adaptive", {}, "per_layer"),
+    ],
+    ids=str,
+)
 def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(
     clipping: Clipping, kind: Mechanism, words: dict[str, Any]
 ) -> None:
@@ -164,7 +172,7 @@ class Poisoned(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("sizes", [[2, 1, 2, 1], [20, 1, 9, 2]])
+@pytest.mark.parametrize("sizes", [[2, 1, 2, 1], [9, 1, 5, 2]])
 def test_an_update_that_is_not_finite_is_refused_and_counted(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +209,7 @@ def test_no_users_part_of_a_private_sum_exceeds_the_bound(size: int, rate: float
 
 
 def test_the_result_is_bitwise_the_same_again_and_hardly_depends_on_lanes() -> None:
-    setting = Setting([1, 3, 2, 8, 30, 1, 2, 12])
+    setting = Setting([1, 3, 2, 8, 13, 1, 2, 12])
     first, again = setting.run(True, lanes=2)[0], setting.run(True, lanes=2)[0]
     assert all(torch.equal(first[name], again[name]) for name in first)
     wide = {lanes: setting.run(True, lanes=lanes, accumulate=torch.float64)[0] for lanes in (1, 3)}
@@ -313,10 +321,10 @@ def test_a_postprocessor_that_must_see_each_user_sees_it() -> None:
     assert distance(ours, theirs) <= rounding
 
 
-@pytest.mark.parametrize("clipping", ["none", "variable", "global"])
+@pytest.mark.parametrize("clipping", ["variable", "global"])
 def test_bf16_deviates_by_no_more_than_its_own_rounding(clipping: str) -> None:
     """More than float32's (a thirtieth of a unit), so that it is bfloat16; see `rounding_of` on the bound."""
-    setting = Setting([1, 2, 9, 5, 20], clipping=clipping, max_norm=0.3)
+    setting = Setting([1, 2, 9, 5], clipping=clipping, max_norm=0.3)
     exact = setting.run(False)[0]
     setting.amp = torch.bfloat16
     ours = setting.run(True)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.error import URLError
@@ -21,6 +22,8 @@ from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.models.test_models import RESNET18, build, drawn
 
+SMALLEST = "shufflenet_v2_x0_5"
+"""A twentieth of ResNet-18's parameters; its last layer is ``fc``, too."""
 pytestmark = pytest.mark.xdist_group("models")
 """One process runs them all: `drawn_once` remembers networks."""
 
@@ -44,16 +47,15 @@ def test_published_weights_give_the_published_features_and_a_new_head(
     )
 
 
-@pytest.mark.parametrize("wrapper", ["state_dict", "model"])
-def test_what_a_training_script_saved_beside_its_optimiser_is_a_weights_file(
-    published: dict[str, Tensor], tmp_path: Path, wrapper: str
-) -> None:
+def test_what_a_training_script_saved_beside_its_optimiser_is_a_weights_file(tmp_path: Path) -> None:
+    published = torchvision.models.get_model(SMALLEST, weights=None).state_dict()
     torch.save(published, tmp_path / "plain.pth")
+    plain = build(SMALLEST, pretrained=True, weights=tmp_path / "plain.pth").state_dict()
     parallel = {f"module.{name}": tensor for name, tensor in published.items()}
-    torch.save({"epoch": 3, "optimizer": {"state": {}}, wrapper: parallel}, tmp_path / "saved.pt")
-    plain = build(pretrained=True, weights=tmp_path / "plain.pth").state_dict()
-    saved = build(pretrained=True, weights=tmp_path / "saved.pt").state_dict()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in plain.items())
+    for wrapper in ("state_dict", "model"):
+        torch.save({"epoch": 3, "optimizer": {"state": {}}, wrapper: parallel}, tmp_path / "saved.pt")
+        saved = build(SMALLEST, pretrained=True, weights=tmp_path / "saved.pt").state_dict()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in plain.items())
 
 
 def test_a_network_whose_own_names_begin_so_keeps_them() -> None:
@@ -70,18 +72,19 @@ def test_a_network_whose_own_names_begin_so_keeps_them() -> None:
 
 @pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
 def test_a_saved_model_of_ours_is_a_weights_file(pretrained: bool, tmp_path: Path) -> None:
-    model = ImageClassifier(build(pretrained=pretrained, seed=5), task=MultiLabel(), input_size=32)
+    build = partial(drawn, SMALLEST, pretrained=pretrained)
+    model = ImageClassifier(build(seed=5), task=MultiLabel(), input_size=32)
     safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
-    loaded = build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors")
+    loaded = build(labels=3, weights=tmp_path / "model.safetensors")
     for name, tensor in model.backbone.state_dict().items():
         assert name.startswith("fc.") or torch.equal(loaded.state_dict()[name], tensor), name
-    kept = build(pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True)
+    kept = build(weights=tmp_path / "model.safetensors", keep_head=True)
     for name, tensor in model.backbone.state_dict().items():
         assert torch.equal(kept.state_dict()[name], tensor), name
     with pytest.raises(ValueError, match=r"wrong shape or type fc.*set model\.keep_head to false"):
-        build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True)
+        build(labels=3, weights=tmp_path / "model.safetensors", keep_head=True)
     with pytest.raises(ValueError, match=r"model\.bottleneck makes a new head: set it to none"):
-        build(pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True, bottleneck=4)
+        build(weights=tmp_path / "model.safetensors", keep_head=True, bottleneck=4)
 
 
 def broken(weights: dict[str, Tensor], fault: str) -> Any:
@@ -154,20 +157,20 @@ class Foreign:
 def test_a_pickle_is_not_executed(tmp_path: Path) -> None:
     torch.save({"conv1.weight": Foreign()}, tmp_path / "w.pth")
     with pytest.raises(ValueError, match="cannot be read"):
-        build(weights=tmp_path / "w.pth")
+        build(SMALLEST, weights=tmp_path / "w.pth")
 
 
 def test_weights_that_are_not_there_or_not_named_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"w\.pth does not exist"):
-        build(weights=tmp_path / "w.pth")
+        build(SMALLEST, weights=tmp_path / "w.pth")
     (tmp_path / "w.h5").touch()
     with pytest.raises(ValueError, match=r"w\.h5: must be 'imagenet' or a file named"):
-        build(weights=tmp_path / "w.h5")
+        build(SMALLEST, weights=tmp_path / "w.h5")
 
 
 def test_weights_of_another_arch_are_refused(weights_file: Path) -> None:
-    with pytest.raises(ValueError, match="does not fit resnet50: missing"):
-        build("resnet50", pretrained=True, weights=weights_file)
+    with pytest.raises(ValueError, match=f"does not fit {SMALLEST}: missing"):
+        build(SMALLEST, pretrained=True, weights=weights_file)
 
 
 class Small(nn.Module):
@@ -243,6 +246,7 @@ def test_batchnorm_weights_are_refused_by_groupnorm(weights_file: Path) -> None:
 
 def test_weights_of_a_network_from_scratch_are_refused_by_frozen_batchnorm(tmp_path: Path) -> None:
     """It was said to be no file of this network. The remedy that is named is one."""
+    build = partial(drawn, SMALLEST)
     first = build(seed=3)
     safetensors.torch.save_file(first.state_dict(), file := tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"trained from scratch, with GroupNorm: set model.norm to group"):

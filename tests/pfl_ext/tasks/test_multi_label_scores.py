@@ -87,7 +87,7 @@ def published_ap(scores: Array, targets: Array) -> float:
 
 
 @given(tasks())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_exact_ap_equals_scikit_learn(task: tuple[Array, Array]) -> None:
     scores, targets = task
     expected = [sklearn_ap(s, t) for s, t in zip(scores.T, targets.T)]
@@ -136,7 +136,7 @@ def test_uninformative_scores_have_ap_near_prevalence() -> None:
 
 
 @given(tasks())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_binned_ap_is_the_published_definition(task: tuple[Array, Array]) -> None:
     scores, targets = task
     per_class = [published_ap(s, t) for s, t in zip(scores.T, targets.T)]
@@ -275,7 +275,7 @@ def total(values: list[Any]) -> Any:
 
 
 @given(splits())
-@settings(max_examples=200)
+@settings(max_examples=70)
 def test_scores_survive_any_split_over_batches_and_workers_bit_for_bit(
     case: tuple[Array, Array, list[list[Array]]],
 ) -> None:

@@ -68,7 +68,9 @@ def test_a_convolution_of_other_channels_is_torchs(channels: tuple[int, int]) ->
 
 def resnet(norm: str) -> nn.Module:
     draw = torch.Generator().manual_seed(5)
-    return build_backbone(ModelConfig(init="keras", pretrained=norm == "frozen_batch"), 17, draw)
+    return build_backbone(
+        ModelConfig(input_size=40, init="keras", pretrained=norm == "frozen_batch"), 17, draw
+    )
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor, off: float | None = None) -> None:
@@ -283,7 +285,7 @@ def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
     lanes: int, more: dict[str, float], winograd: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "WEIGHTS", -1e12 if winograd else 1e12)
-    setting = Setting([1, 2, 9, 5], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
+    setting = Setting([1, 2, 5], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
     for name, value in more.items():
         setattr(setting, name, value)
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=lanes)[0]
@@ -317,7 +319,7 @@ def narrow_backbone() -> nn.Module:
 def test_a_cohort_trained_by_convolutions_of_few_channels_is_that_of_pfls_loop(
     clipping: str, calls: list[str]
 ) -> None:
-    setting = Setting([1, 2, 9, 5, 20], learning_rate=0.1, backbone=narrow_backbone, momentum=0.6)
+    setting = Setting([1, 2, 9, 5], learning_rate=0.1, backbone=narrow_backbone, momentum=0.6)
     setting.clipping, setting.max_norm = clipping, 0.3
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]
     assert calls.count("few_channels_backward") > 0
