@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -15,7 +16,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from dataset.store.probe import _dies_of as REAL_DIES_OF
 from tests import warm
+from tests.campaigns.probe_server import ProbeServer
 from tests.launching import fresh_environment
 
 hypothesis.settings.register_profile(
@@ -39,6 +42,20 @@ os.fsync = os.fstat  # type: ignore[assignment]  # no machine fails here, and a 
 def pytest_runtest_setup() -> None:
     """pfl's loop runs in the current event loop, which ``asyncio.run`` in an earlier test has taken away."""
     asyncio.set_event_loop(LOOP)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probes() -> Generator[ProbeServer, None, None]:
+    """A data file is probed in a fork of one small process, not by an interpreter of its own each time."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ProbeServer()) as server:
+        patch.setattr("dataset.store.probe._dies_of", server.dies_of)
+        yield server
+
+
+@pytest.fixture
+def real_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users' files are probed."""
+    monkeypatch.setattr("dataset.store.probe._dies_of", REAL_DIES_OF)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -44,6 +44,16 @@ READ = {".yaml", ".json", ".h", ".cpp", ".sh", ".py", ".typed"}
 OF_BENCHES = {"flwr", "opacus", "ray"}
 """Packages in environments of their own: ``make bench-peers``, ``make opacus-peer``."""
 
+TWO_SCRIPTS = """
+import json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+"""
+"""Scripts that pip installed, one after the other, so that torch is imported once."""
+
 pytestmark = pytest.mark.xdist_group("package")
 
 
@@ -184,13 +194,13 @@ def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Pat
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["OMP_NUM_THREADS"] = "1"
     data = "mini --output_file data/flair.hdf5 --train_users 12 --val_users 5 --test_users 5 --image_size 20"
-    for program, words in (("fl-data", data.split()), ("fl-train", ["flair", *SMALL, "--run_dir=runs/one"])):
-        command = [str(home / "bin" / program), *words]
-        subprocess.run(command, cwd=work, env=environment, check=True, timeout=300)
-    words = ["runs/one", "--output=p.csv"]
-    subprocess.run(
-        [str(home / "bin" / "fl-predict"), *words], cwd=work, env=environment, check=True, timeout=300
-    )
+    command = [str(home / "bin" / "fl-data"), *data.split()]
+    subprocess.run(command, cwd=work, env=environment, check=True, timeout=300)
+    words = ["flair", *SMALL, "--run_dir=runs/one"]
+    calls = [("fl-train", words), ("fl-predict", ["runs/one", "--output=p.csv"])]
+    scripts = [[str(home / "bin" / program), *words] for program, words in calls]
+    command = [str(python), "-c", TWO_SCRIPTS, json.dumps(scripts)]
+    subprocess.run(command, cwd=work, env=environment, check=True, timeout=300)
     assert (work / "p.csv").read_text().startswith("user,image,truth,predicted,")
     (results,) = work.glob("runs/*/results.json")
     assert json.loads(results.read_text())["commit"] == f"flair-on-pfl {PROJECT['version']}"

@@ -162,7 +162,7 @@ def test_two_workers_are_stopped_queued_again_and_go_on(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    run, rounds = tmp_path / "runs" / "slurm-40007", 150
+    run, rounds = tmp_path / "runs" / "slurm-40007", 60
     mini_file = tmp_path / "tiny.hdf5"
     write_mini(mini_file, TINY)
     own = submitted(tmp_path, WARM, SLURM_NTASKS="2", DATA=str(mini_file), RDZV=f"localhost:{port}")
@@ -185,7 +185,7 @@ def test_two_workers_are_stopped_queued_again_and_go_on(tmp_path: Path) -> None:
         log.close()
     said = (tmp_path / "log").read_text()
     assert "2 workers" in said
-    found = re.search(r"stopped by SIGTERM, (\d+) of 150 rounds are done and ", said)
+    found = re.search(r"stopped by SIGTERM, (\d+) of 60 rounds are done and ", said)
     assert found is not None
     assert len(history.read_text().splitlines()) == int(found[1]) < rounds
     assert requeued(tmp_path)

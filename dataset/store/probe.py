@@ -40,14 +40,17 @@ def probe(path: Path) -> None:
 
     Raises ValueError if the library crashes or hangs; damage that it reports is left to the reader.
     """
+    if _dies_of(path):
+        raise ValueError(f"{path} is damaged (the HDF5 library crashes or hangs on it); make it again")
+
+
+def _dies_of(path: Path) -> bool:
+    """Whether a process that looks at a file dies, or never ends."""
     command = [sys.executable, "-m", "dataset.store.probe", str(path), str(CPU_S)]
     try:
-        done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, check=False)
-        died = done.returncode < 0
+        return subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, check=False).returncode < 0
     except subprocess.TimeoutExpired:
-        died = True
-    if died:
-        raise ValueError(f"{path} is damaged (the HDF5 library crashes or hangs on it); make it again")
+        return True
 
 
 if __name__ == "__main__":

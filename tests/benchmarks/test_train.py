@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from pfl_ext.tasks.multi_label_scores import COLUMNS
 from tests.benchmarks.conftest import ONE_ROUND, RESNET18, SMALL, Refused, Train, killed_at, train_into
 from tests.benchmarks.moved import LUCK, Scored, inexact, watched
 from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results
+from tests.launching import environment, warmly
 
 MODEL = "model.safetensors"
 GOLDEN = Path(__file__).parent / "golden_fl.json"
@@ -107,7 +107,7 @@ def test_a_best_model_that_is_the_untrained_one_is_said(
     assert whose in said
 
 
-FOLLOWED = 5
+FOLLOWED = 3
 
 
 def evaluations(train: Train, name: str, *words: str) -> list[Scored]:
@@ -146,7 +146,7 @@ def golden_trajectory(train: Train) -> list[Tree]:
 
 @pytest.mark.parametrize("engine", ["stock", "fast"])
 def test_rounds_follow_the_golden_trajectory(engine: str, train: Train) -> None:
-    """On val before and after each of five rounds, as near to float64 as rounding leaves it (in the file).
+    """On val before and after each of three rounds, as near to float64 as rounding leaves it (in the file).
 
     After a deliberate change: delete the file, run, review.
     """
@@ -358,9 +358,9 @@ def test_a_truncated_file_is_refused(
     assert "cut.hdf5" in error_line(capsys)
 
 
-def test_the_command_exits_with_2_in_a_process_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.flair.train", "--config=fl-r-71"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_command_exits_with_2_in_a_process_of_its_own() -> None:
+    command = warmly("benchmarks.flair.train", "--config=fl-r-71")
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: --config fl-r-71: no such file, and not the name of a config")

@@ -15,22 +15,37 @@ from pathlib import Path
 from dataset.store.probe import look
 
 SECONDS = 20.0
+ROOT = Path(__file__).parents[2]
 
 
 class ProbeServer:
-    """Stands in for `dataset.store.probe.probe`."""
+    """Stands in for `dataset.store.probe.probe`; starts when it is first asked."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.campaigns.probe_server"]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._server: subprocess.Popen[str] | None = None
 
     def __call__(self, path: Path) -> None:
         """Raise ValueError if the HDF5 library crashes or hangs."""
+        if self.dies_of(path):
+            raise ValueError(f"{path} is damaged (the HDF5 library crashes or hangs on it); make it again")
+
+    def dies_of(self, path: Path) -> bool:
+        """Whether a process that looks at a file dies, or never ends."""
+        if self._server is None:
+            words = [sys.executable, "-m", "tests.campaigns.probe_server"]
+            self._server = subprocess.Popen(
+                words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        print(path, file=self._server.stdin, flush=True)
-        if self._server.stdout.readline() != "survived\n":
-            raise ValueError(f"{path} is damaged (the HDF5 library crashes or hangs on it); make it again")
+        print(path.resolve(), file=self._server.stdin, flush=True)
+        return self._server.stdout.readline() != "survived\n"
+
+    def close(self) -> None:
+        """End its process."""
+        if self._server is not None:
+            self._server.communicate()
+            self._server = None
 
 
 def survives(path: Path) -> bool:

@@ -8,11 +8,15 @@ import subprocess
 import pytest
 
 from dataset.cli import run
-from tests.campaigns import audit_head
+from pfl_ext.models.small import NETWORKS
+from pfl_ext.privacy.accounting import PrivacyConfig
+from tests.benchmarks.sparing import sparingly
+from tests.campaigns import audit_head, kill_training
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
 from tests.campaigns.kinds import COMMON, KINDS, subject_of
 from tests.launching import environment, warmly
+from tests.pfl_ext.tiny_detector import Tiny
 
 
 def campaign(name: str, *argv: str) -> str:
@@ -23,13 +27,36 @@ def campaign(name: str, *argv: str) -> str:
     return done.stdout
 
 
+SMALL = {
+    "pfl": ("--model.arch=lenet",),
+    "ditto": ("--model.arch=lenet",),
+    "detection": ("--model.arch=tiny", "--model.groups=2"),
+}
+"""Networks of a few thousand parameters; where lives end does not depend on how long they take."""
+
+
 @pytest.mark.parametrize(
     "kind, kills, rounds",
     [("pfl", 3, 6), ("ditto", 2, 4), ("detection", 1, 2)],
     ids=["pfl", "ditto", "detection"],
 )
-def test_killed_runs_equal_the_run_never_killed(kind: str, kills: int, rounds: int) -> None:
-    said = campaign("kill_training", f"--kills={kills}", f"--rounds={rounds}", f"--kind={kind}")
+def test_killed_runs_equal_the_run_never_killed(
+    kind: str,
+    kills: int,
+    rounds: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Lives are forks of this process, which has imported what they need."""
+    NETWORKS.names()
+    monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
+    monkeypatch.setitem(KINDS, kind, (*KINDS[kind], *SMALL[kind]))
+    monkeypatch.setattr(PrivacyConfig, "calibrate", PrivacyConfig.calibrate)  # `main` remembers its answers
+    words = ["kill_training", f"--kills={kills}", f"--rounds={rounds}", f"--kind={kind}"]
+    monkeypatch.setattr("sys.argv", words)
+    with sparingly():
+        kill_training.main()
+    said = capsys.readouterr().out
     assert said.startswith(f"{kind}: {kills} kills over ")
     assert "each equal to the run never killed" in said
     (phases,) = re.findall("at work on: (.*)", said)

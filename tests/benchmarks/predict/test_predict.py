@@ -53,6 +53,7 @@ COMMON = (
     "--runtime.progress=false",
 )
 OF_PLACES = (*COMMON, "--model.normalisation=half", "--model.pretrained=false", "--evaluation.best_by=last")
+LITE0 = "--config=fl-f-17 --model.arch=efficientnet_lite0 --model.normalisation=efficientnet_lite"
 SPEC = replace(TINY, image_size=16, train_users=8, val_users=3, test_users=3, coarse_labels=2)
 
 
@@ -157,20 +158,17 @@ def test_a_class_an_image_and_the_scale_of_the_data(tmp_path: Path) -> None:
     assert {row["image"] for row in rows_of(tmp_path / "val.csv")} == ids
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--model.trained=lora",),
-        ("--model.trained=lora", "--model.lora_trained=b"),
-        ("--model.trained=names", "--model.trained_names=*.weight"),
-        ("--model.trained=two_layers", "--model.bottleneck=8"),
-    ],
-    ids=["lora", "lora_b", "names", "bottleneck"],
-)
-def test_the_network_is_the_runs(words: Sequence[str], tmp_path: Path, mini_file: Path) -> None:
-    lite = ("--model.arch=efficientnet_lite0", "--model.normalisation=efficientnet_lite")
-    sizes = ("--federated.num_rounds=1", "--model.pretrained=true", "--config=fl-f-17")
-    directory = train_into(tmp_path / "run", mini_file, *lite, *sizes, *words)
+NETWORKS_WORDS = {
+    "lora": "--model.trained=lora",
+    "lora_b": f"--model.trained=lora --model.lora_trained=b {LITE0} --model.pretrained=true",
+    "names": "--model.trained=names --model.trained_names=*.weight",
+    "bottleneck": "--model.trained=two_layers --model.bottleneck=8",
+}
+
+
+@pytest.mark.parametrize("words", NETWORKS_WORDS.values(), ids=NETWORKS_WORDS)
+def test_the_network_is_the_runs(words: str, tmp_path: Path, mini_file: Path) -> None:
+    directory = train_into(tmp_path / "run", mini_file, "--federated.num_rounds=1", *words.split())
     model = trained(directory)
     assert probe_checksum(model.network) == results(directory)["model_probe"]
     assert not model.network.training

@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_small_network_learns_the_labels_but_no_rule_of_colour_does() -> None:
-    spec = MiniSpec(1100, 5, 90, seed=3, max_user_images=60)
+    spec = MiniSpec(800, 5, 90, seed=3, max_user_images=40)
     index = mini_index(spec)
     train, test = (images_and_labels(spec, index, name) for name in ("train", "test"))
     frequent = test[1].mean(0) > 0.1

@@ -208,6 +208,7 @@ def test_a_group_where_a_column_should_be_is_damage(
     assert "damaged: train/more has no data" in refused(describe, capsys, str(path))
 
 
+@pytest.mark.usefixtures("real_probes")
 def test_a_file_on_which_the_hdf5_library_hangs_or_crashes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +314,7 @@ def test_too_little_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     assert "not enough memory" in refused(hungry, capsys)
 
 
+@pytest.mark.usefixtures("real_probes")
 def test_the_file_on_which_hdf5_never_ended_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def judged(damaged: Path, path: Path) -> None:
         assert "damaged.hdf5" in finding
 
 
+@pytest.mark.usefixtures("real_probes")
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_is_found_or_touches_nothing(
