@@ -18,7 +18,16 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.tasks.losses import TrainingLoss
 from pfl_ext.tasks.segmentation import VOID, Segmentation
-from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, norm, rounding_of, without_noise
+from tests.pfl_ext.engine.setting import (
+    LABELS,
+    NoisyStore,
+    Setting,
+    distance,
+    drawn,
+    norm,
+    rounding_of,
+    without_noise,
+)
 from tests.pfl_ext.engine.shortened import short_encoder
 from tests.pfl_ext.samplings import local_sampling
 
@@ -94,6 +103,18 @@ def test_both_engines_learn_other_losses_of_pixels_alike(loss: TrainingLoss) -> 
 def test_a_cohorts_sum_is_that_of_pfls_loop(case: str) -> None:
     theirs, ours = setting(case).run(False)[0], setting(case).run(True, lanes=2)[0]
     assert distance(ours, theirs) <= rounding_of(setting(case)) <= ROUNDING
+
+
+def dilated() -> nn.Module:
+    """With dilations that matter: the maps of the networks above are smaller than theirs."""
+    layers = nn.Conv2d(3, 6, 3, padding=2, dilation=2), nn.Conv2d(6, 8, 3, stride=2, padding=3, dilation=3)
+    net = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, LABELS))
+    return drawn(net, 0.2, torch.Generator().manual_seed(1))
+
+
+def test_dilated_convolutions_are_trained_as_by_pfls_loop() -> None:
+    plain = Setting([1, 2, 5], backbone=dilated)
+    assert distance(plain.run(True, lanes=1)[0], plain.run(False)[0]) <= rounding_of(plain)
 
 
 def test_users_with_one_step_go_through_the_network_together() -> None:
