@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shortened(name: str) -> nbformat.NotebookNode:
     """A notebook that trains a small network, and calibrates the noise of two systems instead of six."""
-    notebook = REAL_SOURCE(name)
+    notebook: nbformat.NotebookNode = REAL_SOURCE(name)
     for old, (new, names) in SHORTER.items():
         cells = [cell for cell in notebook.cells if old in cell.source]
         assert len(cells) == (name in names)
