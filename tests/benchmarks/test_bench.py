@@ -25,6 +25,7 @@ from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
+from tests.benchmarks.fedcv.test_segmentation import Tiny as TinySegmenter
 from tests.card import card
 from tests.pfl_ext.engine.setting import small_backbone
 from tests.pfl_ext.samplings import local_sampling
@@ -55,7 +56,7 @@ def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "case",
     [
-        fedcv.Case("tiny", "unet_efficientnet_lite0", 32, user_images=2, batch_size=2),
+        fedcv.Case("tiny", "tiny_masks", 16, 2, 2, words=("--model.pretrained=false",)),
         fedcv.Case(
             "tiny", "tiny_fasterrcnn", 16, 2, 2, True, words=("--model.pretrained=false", "--model.groups=2")
         ),
@@ -67,6 +68,7 @@ def test_masks_and_boxes_are_measured_among_the_other_cases(
 ) -> None:
     NETWORKS.names()
     monkeypatch.setitem(NETWORKS._things, "tiny_fasterrcnn", Tiny("fasterrcnn"))
+    monkeypatch.setitem(NETWORKS._things, "tiny_masks", TinySegmenter())
     assert {one for one in fedcv.CPU if one.pixels == 224} <= {*bench.SETS["cpu"]}
     monkeypatch.setitem(bench.SETS, "cpu", [case])
     output = tmp_path / "bench.json"
