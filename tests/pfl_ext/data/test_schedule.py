@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset.arrays import FloatArray
-from dataset.flair.mini import SPLITS, MiniSpec, _sizes
+from dataset.flair.mini import MiniSpec, _sizes
+from dataset.store.index import SPLITS
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.schedule import longest_first, predicted_costs
 from tests.pfl_ext.samplings import local_sampling

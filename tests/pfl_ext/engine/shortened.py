@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from pfl_ext.models.efficientnet_lite import EfficientNetLite
+from pfl_ext.models.efficientnet_lite import STAGES, EfficientNetLite
+from pfl_ext.models.encoders import Encoder
 
 FIRST = range(5)
 """With kernels of 3 and 5, strides of 1 and 2, with and without an expansion and a sum."""
@@ -26,7 +27,7 @@ def short_classifier(network: nn.Module) -> nn.Module:
     """The network itself, with its `FIRST` blocks and the last convolution's weights for their channels."""
     assert isinstance(network, EfficientNetLite)
     keep(network, FIRST)
-    layer, channels = network.last.conv, network.blocks[-1].project.conv.out_channels
+    layer, channels = network.last.conv, STAGES[2][-1]
     layer.in_channels = channels
     layer.weight.data = layer.weight.data[:, :channels].contiguous()
     return network
@@ -35,6 +36,7 @@ def short_classifier(network: nn.Module) -> nn.Module:
 def short_encoder(network: nn.Module) -> nn.Module:
     """The network itself, with the blocks of `LITTLE` in its encoder."""
     encoder = network.get_submodule("encoder")
+    assert isinstance(encoder, Encoder)
     keep(encoder, LITTLE)
     kept = {f"blocks.{number}" for number in LITTLE}
     for step in encoder.steps:
