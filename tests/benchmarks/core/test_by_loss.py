@@ -86,8 +86,13 @@ def own(direct: Direct, x: Array, user: int, images: Any, rate: float) -> Array:
     return np.asarray(y - x)
 
 
-@pytest.mark.parametrize("engine", ["stock", "fast"])
-@pytest.mark.parametrize("name", TREES)
+BY_PFLS_LOOP = ("qffl 1, a part", "tilted 0.5, images")
+"""Engines train users alike, whatever the server makes of their updates and losses: one of each kind."""
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "fast") for name in TREES), *((name, "stock") for name in BY_PFLS_LOOP)]
+)
 def test_it_trains_as_its_equations_say(name: str, engine: str, tmp_path: Path) -> None:
     found = trajectory(run_of(TREES[name], engine), tmp_path)
     assert quadratics.distances(found, expected(TREES[name])).max() < quadratics.TOLERANCE

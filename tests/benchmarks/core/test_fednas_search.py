@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
 from pfl_ext.algorithms import fednas
+from pfl_ext.models import darts, genotype
 from pfl_ext.models.genotype import strongest
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.pfl_ext.stores import NumberedStore, rows_of
@@ -47,6 +50,21 @@ OPTIONS = {"alpha_learning_rate": 0.02, "alpha_weight_decay": 0.1, "train_loss_w
 FAST: Tree = {"federated": {"options": OPTIONS}}
 """Steps of alpha that are large enough to matter for w."""
 State = dict[str, Tensor]
+
+
+@contextlib.contextmanager
+def small_cells() -> Iterator[None]:
+    """Within, cells have two nodes and 5 edges, not four and 14, of which the search does not know."""
+    with contextlib.ExitStack() as stack:
+        for module in (darts, genotype):
+            stack.enter_context(mock.patch.multiple(module, NODES=2, EDGES=5))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def few_edges() -> Iterator[None]:
+    with small_cells():
+        yield
 
 
 class Photographs(NumberedStore):

@@ -233,7 +233,7 @@ def test_where_all_variables_are_personal_the_server_learns_nothing(tmp_path: Pa
 
 def test_pfedmes_own_models_are_near_the_proximal_point(tmp_path: Path) -> None:
     """With one minibatch of all images and many steps, theta solves grad F(theta) = lambda (w - theta)."""
-    options = {"proximal_weight": 2.0, "personal_steps": 400, "personal_learning_rate": 0.1}
+    options = {"proximal_weight": 2.0, "personal_steps": 100, "personal_learning_rate": 0.1}
     local = {"local": {"batch_size": 64, "num_epochs": 1, "straddle": False}, "federated": {"num_rounds": 1}}
     tree = merge(tree_of("pfedme", **options), local)
     _, theta = found_by(tree, tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +109,6 @@ def candidates(key: str) -> list[Any]:
     return [default, another, *(RULES[key].central or ())]
 
 
-@functools.cache  # a config is frozen
 def private(
     section: str, kind: type[TrainingConfig] = FLAIR.kind, bottleneck: int | None = 64
 ) -> TrainingConfig:

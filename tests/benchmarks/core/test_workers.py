@@ -47,7 +47,7 @@ def start_runs(launcher: str, workers: int, data: Path, directory: Path) -> Job:
     directory.mkdir()
     names = ",".join(OF_HOROVOD if launcher == "horovod" else RUNS)
     words = ("tests.benchmarks.core.worker_runs", str(data), str(directory), names)
-    return directory, run(command(launcher, workers, *words), **{FRESH: "1"})
+    return directory, run(command(launcher, workers, *words), 0, **{FRESH: "1"})
 
 
 @pytest.fixture(scope="session")

@@ -150,7 +150,7 @@ if __name__ == "__main__":
     if LOST_BY in os.environ:
         lose_worker_1(int(os.environ[LOST_BY]))
         sys.exit(run_command(train, sys.argv[1:]))
-    if os.environ.get("RANK") == "1" and os.environ.pop(FRESH, None):
+    if os.environ.get("RANK") == "1" and os.environ.pop(FRESH, ""):
         os.execv(sys.executable, [sys.executable, "-m", "tests.benchmarks.core.worker_runs", *sys.argv[1:]])
     process.imported()
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","))
