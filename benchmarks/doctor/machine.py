@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.doctor.note import Note, fault, hint
 from dataset.cli import cores, output_folder
-from pfl_ext.engine.cpu.build import cache_folder, compiler, processor
-from pfl_ext.processor import processor_model
+from pfl_ext.engine.cpu.build import compiler
+from pfl_ext.processor import cache_folder, processor, processor_model
 
 FEATURES = {
     "avx2": "AVX2", "fma": "FMA", "avx512f": "AVX-512", "avx512_fp16": "AVX512-FP16",

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dataset.files import own_modules, write_json
-from pfl_ext.engine.cpu.build import cache_folder
+from pfl_ext.processor import cache_folder
 
 PATHS = ("CUDA graphs on several streams", "no CUDA graphs", "one stream", "torch's own layers")
 """From fast to slow. Each path also avoids what the paths before it avoid."""

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from dataset.files import file_digest, write_bytes
-from pfl_ext.engine.cpu.build import cache_folder, processor
+from pfl_ext.processor import cache_folder, processor
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataset.files import file_digest, locked, write_bytes
+from pfl_ext.processor import cache_folder, processor
 
 SOURCES = Path(__file__).parent
 WAIT_SECONDS = 600.0
@@ -41,14 +41,6 @@ class Unavailable(Exception):
 def compiler() -> str | None:
     """The C++ compiler to use: the one named by CXX, or else the first of the usual names that exists."""
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
-
-
-def cache_folder() -> Path | None:
-    """The folder in which the library and the engine's choices are kept for later runs of this user; None
-    where there is no home folder."""
-    with contextlib.suppress(RuntimeError):
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
-    return None
 
 
 def compiled() -> Path:
@@ -135,13 +127,3 @@ def _checksum(path: Path) -> str:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def processor() -> str:
-    """A description of the processor, on which ``-march=native`` depends."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    kept = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
-    return platform.machine() + "".join(dict.fromkeys(kept))

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfl_ext.engine.cpu.build import Unavailable, compiled, processor
+from pfl_ext.engine.cpu.build import Unavailable, compiled
 from pfl_ext.engine.cpu.choice import Feature
+from pfl_ext.processor import processor
 
 CHANNELS = 32
 """The number of channels must be a multiple of this."""

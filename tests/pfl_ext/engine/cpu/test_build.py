@@ -15,6 +15,7 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu import build, check
 from pfl_ext.engine.cpu import kernels as cpu_kernels
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.processor import cache_folder, processor
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.cpu.roundings import compiled
 from tests.pfl_ext.engine.setting import (
@@ -131,7 +132,7 @@ def test_the_library_is_compiled_once_and_again_for_another_source_or_version_of
 def test_narrower_vectors_compute_the_same(
     flags: tuple[str, ...], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not {flag[2:].replace(".", "_") for flag in flags} <= set(build.processor().split()):
+    if not {flag[2:].replace(".", "_") for flag in flags} <= set(processor().split()):
         pytest.skip("this processor has other vectors")
     kept = [flag for flag in build.FLAGS if flag not in ("-march=native", "-O3")]
     monkeypatch.setattr(build, "FLAGS", (*kept, "-O0", *flags))  # compiled in a fifth of the time
@@ -204,7 +205,7 @@ def test_those_that_waited_for_a_compiler_that_failed_do_not_try_it_in_turn(
         reasons = list(pool.map(reason, range(3)))
     assert all("no such vector" in text for text in reasons)
     assert (empty_cache / "begun").read_text() == "\n" * 2, "with threads, and without, by one of the three"
-    folder = build.cache_folder()
+    folder = cache_folder()
     assert folder is not None
     (note,) = folder.glob(".*.failed")
     os.utime(note, (time.time() + 86400,) * 2)  # as if the clock had been set back since
@@ -220,7 +221,7 @@ def test_a_process_that_holds_the_lock_for_ever_is_not_waited_for(
     monkeypatch.setattr(build, "WAIT_SECONDS", 0.05)
     with pytest.raises(build.Unavailable):
         build.compiled()
-    folder = build.cache_folder()
+    folder = cache_folder()
     assert folder is not None
     (lock,) = folder.glob(".*.lock")
     with locked(lock, ""), pytest.raises(build.Unavailable, match="no such vector"):
