@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,18 +31,16 @@ from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
-from dataset.arrays import IntArray
 from pfl_ext.aggregation.rule import RULES as RULES_BY_NAME
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.attacks.attack import ATTACKS
 from pfl_ext.compression.compressor import COMPRESSORS, FeedbackOptions
-from pfl_ext.data.augmented_views import AugmentedViews
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.models.features import Split
 from pfl_ext.privacy.central import NoisyMean
-from pfl_ext.randomness import stream
 from pfl_ext.tasks.multi_label import MultiLabel
+from tests.benchmarks.core.numbers_as_features import ViewsOfNumbers, WholeNumbers
 from tests.pfl_ext.stores import NumberedStore
 
 SECTIONS = ("privacy", "local_privacy")
@@ -237,8 +234,6 @@ def test_the_printed_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture
 
 
 BOUND, SIZES = 0.02, (4, 7, 3, 6, 8)
-WIDTH = 192
-"""Numbers that enter the last layer of cifar_cnn."""
 SMALL = (
     "--seed=1",
     "--model.arch=cifar_cnn",
@@ -258,27 +253,6 @@ CENTRAL = (
     f"--privacy.clipping_bound={BOUND}",
     "--privacy.mechanism=gaussian",
 )
-
-
-class ViewsOfNumbers(NumberedStore):
-    """For training, rows of numbers that differ by row and view, of which a user brings one an image."""
-
-    def read(self, rows: IntArray) -> tuple[Any, Any]:
-        return AugmentedViews(rows, 3, features_of), self.targets(rows)
-
-
-class WholeNumbers(NumberedStore):
-    """For scoring, the same without views."""
-
-    def read(self, rows: IntArray) -> tuple[Any, Any]:
-        return features_of(rows, np.zeros_like(rows)), self.targets(rows)
-
-
-def features_of(rows: IntArray, views: IntArray) -> Any:
-    draws = [
-        stream(3, "features", *pair).standard_normal(WIDTH) for pair in zip(rows.tolist(), views.tolist())
-    ]
-    return np.array(draws, np.float32).reshape(-1, WIDTH)
 
 
 class Released(Exception):
