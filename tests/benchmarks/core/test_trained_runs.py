@@ -24,7 +24,7 @@ from pfl_ext.models.lora import adapter_tensors
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import ONE_ROUND, Refused, Train, killed_at
-from tests.benchmarks.core.test_private import PRIVATE
+from tests.benchmarks.core.test_private import LOCAL, PRIVATE
 from tests.benchmarks.run_files import last_checkpoint, results, saved
 from tests.closeness import assert_close_as_vector
 
@@ -118,6 +118,7 @@ def test_norms_are_trained_where_there_are_some(train: Train, refused: Refused) 
     "words",
     [
         (*PRIVATE, "--privacy.noise_seed=run"),
+        (*LOCAL, "--local_privacy.noise_seed=run"),
         ("--config=c-r-17",),
         ("--federated.algorithm=scaffold",),
     ],
