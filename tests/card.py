@@ -20,7 +20,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.streams import Clock, Streams, Use, memory_of, written_by
+from tests.streams import Clock, Streams, Use, memory_of, tensors_in, written_by
 
 DEVICE = torch.device("cuda:0")
 BETWEEN = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of both devices
@@ -64,7 +64,7 @@ class OnCard(Tensor):
     @staticmethod
     def _dispatched(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
-        given = [*_tensors(args), *_tensors(kwargs.values())]
+        given = [*tensors_in(args), *tensors_in(kwargs.values())]
         strangers = [t for t in given if not isinstance(t, OnCard) and t.ndim]
         if strangers and name not in BETWEEN:
             raise RuntimeError(
@@ -85,22 +85,11 @@ class OnCard(Tensor):
             if strangers:
                 raise RuntimeError(f"{name}: a tensor of the CPU inside a graph")
             _STATE.recording.append(
-                (func, args, kwargs, list(_tensors([made])), _use(func, args, kwargs, made))
+                (func, args, kwargs, list(tensors_in([made])), _use(func, args, kwargs, made))
             )
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those of an operation's arguments or results, of which some are lists of tensors; `tree_leaves`, which
-    knows every kind of tree, takes five times as long.
-    """
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _on_card(made: Any) -> Any:
@@ -159,9 +148,9 @@ class _State:
 def _use(func: Any, args: Any, kwargs: Any, made: Any) -> Use | None:
     """An operation's name and the memory that it reads and writes; None: a view, which does neither."""
     name = func.overloadpacket.__name__
-    read = memory_of(t for t in _tensors([*args, *kwargs.values()]) if isinstance(t, OnCard))
-    fresh = {key: memory for key, memory in memory_of(_tensors([made])).items() if key not in read}
-    written = memory_of(t for t in _tensors(written_by(func, args, kwargs)) if isinstance(t, OnCard))
+    read = memory_of(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, OnCard))
+    fresh = {key: memory for key, memory in memory_of(tensors_in([made])).items() if key not in read}
+    written = memory_of(t for t in tensors_in(written_by(func, args, kwargs)) if isinstance(t, OnCard))
     return (name, read, written | fresh) if fresh or written or name in WAITING else None
 
 
@@ -303,7 +292,7 @@ class _Graph:
             for func, args, kwargs, made, use in self.calls:
                 _STATE.asked(use)
                 again = func(*args, **kwargs)
-                for old, new in zip(made, _tensors([again])):
+                for old, new in zip(made, tensors_in([again])):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,3 +148,14 @@ def _changed(func: Any) -> list[tuple[int, str]]:
     """Place and name of each argument that an operation changes."""
     schema = enumerate(func._schema.arguments)
     return [(place, a.name) for place, a in schema if a.alias_info and a.alias_info.is_write]
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those of an operation's arguments or results, of which some are lists of tensors; `tree_leaves`, which
+    knows every kind of tree, takes five times as long.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
