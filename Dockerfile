@@ -55,7 +55,7 @@ RUN pip install -r requirements.txt -c <(sed -n 's/^\([a-z].*==[^\\]*\).*/\1/p' 
 ARG HOROVOD=1
 COPY --chown=fl:fl Makefile ./
 COPY --chown=fl:fl dataset/__init__.py dataset/files.py dataset/
-COPY --chown=fl:fl pfl_ext/__init__.py pfl_ext/
+COPY --chown=fl:fl pfl_ext/__init__.py pfl_ext/processor.py pfl_ext/
 COPY --chown=fl:fl pfl_ext/workers/__init__.py pfl_ext/workers/build_horovod.py pfl_ext/workers/
 RUN if [ "$HOROVOD" = 1 ]; then make horovod; fi
 

@@ -19,10 +19,16 @@ ROOT = Path(__file__).parents[2]
 
 
 class ProbeServer:
-    """Stands in for `dataset.store.probe.probe`; starts when it is first asked."""
+    """Stands in for `dataset.store.probe.probe`; starts when it is first asked.
+
+    A fork of the process that asks has a server of its own. Questions are numbered, since the asker may have
+    been stopped before it read an answer.
+    """
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
+        self._asker, self._asked = os.getpid(), 0
+        self._inherited = list[subprocess.Popen[str]]()
 
     def __call__(self, path: Path) -> None:
         """Raise ValueError if the HDF5 library crashes or hangs."""
@@ -31,15 +37,21 @@ class ProbeServer:
 
     def dies_of(self, path: Path) -> bool:
         """Whether a process that looks at a file dies, or never ends."""
+        if self._server is not None and self._asker != os.getpid():
+            self._inherited.append(self._server)
+            self._server = None
         if self._server is None:
+            self._asker = os.getpid()
             words = [sys.executable, "-m", "tests.campaigns.probe_server"]
             self._server = subprocess.Popen(
                 words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        print(path.resolve(), file=self._server.stdin, flush=True)
-        return self._server.stdout.readline() != "survived\n"
+        self._asked += 1
+        print(self._asked, path.resolve(), file=self._server.stdin, flush=True)
+        answers = (line.split() for line in self._server.stdout)
+        return next((answer for number, answer in answers if int(number) == self._asked), "") != "survived"
 
     def close(self) -> None:
         """End its process."""
@@ -66,4 +78,5 @@ def survives(path: Path) -> bool:
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        print("survived" if survives(Path(line.rstrip("\n"))) else "died", flush=True)
+        number, _, name = line.rstrip("\n").partition(" ")
+        print(number, "survived" if survives(Path(name)) else "died", flush=True)

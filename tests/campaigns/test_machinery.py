@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from dataset import files
 from tests.campaigns import fuzz, kill_training, kill_workers
 from tests.campaigns.kinds import KINDS
 from tests.campaigns.lives import START, After, At, Phases, found, live
+from tests.campaigns.probe_server import ProbeServer
 from tests.campaigns.readers import targets
 from tests.campaigns.target import Target
 
@@ -257,3 +259,22 @@ def test_judges_are_found_where_lines_moved_and_tests_changed(tmp_path: Path) ->
     assert tests["apart"] in judges.of("a/m.py", 1, 99).seconds, "it executes nothing there"
     write("a/unseen.py", "y = 1\n")
     assert judges.of("a/unseen.py", 1, 99) == Judgement({})
+
+
+def test_an_answer_that_nobody_read_is_not_that_of_the_next_file(tmp_path: Path) -> None:
+    """A run that is killed while it asks is a fork of the process that asks later."""
+    with contextlib.closing(ProbeServer()) as server:
+        assert not server.dies_of(tmp_path / "none.hdf5")
+        asked = server._server
+        assert asked is not None
+        assert asked.stdin is not None
+        assert asked.stdout is not None
+        print(0, tmp_path / "unread.hdf5", file=asked.stdin, flush=True)
+        assert not server.dies_of(tmp_path / "none.hdf5")
+        print(9, tmp_path / "last.hdf5", file=asked.stdin, flush=True)
+        assert asked.stdout.readline() == "9 survived\n"
+        child = os.fork()
+        if child == 0:
+            server.dies_of(tmp_path / "none.hdf5")
+            os._exit(server._server is asked)
+        assert os.waitpid(child, 0)[1] == 0, "it has a server of its own"
