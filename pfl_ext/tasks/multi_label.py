@@ -5,7 +5,6 @@ Shape letters: B images of a batch, n images that are scored, K labels.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,9 +37,7 @@ class MultiLabel(Task):
     def trained_by(self, loss: TrainingLoss) -> MultiLabel:
         """The task with this loss; refuses label smoothing."""
         loss.check_for_labels()
-        task = copy.copy(self)
-        task._loss = loss
-        return task
+        return self._with(loss)
 
     @property
     def user_headline(self) -> str:

@@ -6,7 +6,6 @@ network's input and of its outputs, C classes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,9 +51,7 @@ class Segmentation(Task):
     def trained_by(self, loss: TrainingLoss) -> Segmentation:
         """The task with this loss; refuses options of labels that an image lacks."""
         loss.check_for_classes()
-        task = copy.copy(self)
-        task._loss = loss
-        return task
+        return self._with(loss)
 
     def collate(self, annotations: ByteArray) -> Tensor:
         """Masks ``[B, H, W]`` uint8, unchanged.

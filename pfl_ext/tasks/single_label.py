@@ -5,7 +5,6 @@ Shape letters: B images of a batch, n images that are scored, K classes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,9 +48,7 @@ class SingleLabel(WeightedTask):
     def trained_by(self, loss: TrainingLoss) -> SingleLabel:
         """The task with this loss; refuses options of labels that an image lacks."""
         loss.check_for_classes()
-        task = copy.copy(self)  # which may be a task of one's own, with other arguments
-        task._loss = loss
-        return task
+        return self._with(loss)
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets, unchanged; the shares are the weights over their sum."""

@@ -11,9 +11,10 @@ stored size, S the side of the network's input, K labels.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +167,12 @@ class Task(ABC):
             f"{type(self).__name__} has a loss of its own, which no option changes: leave "
             "augment.label_smoothing, augment.mixup, augment.cutmix and the keys of loss out"
         )
+
+    def _with(self, loss: TrainingLoss) -> Self:
+        """A copy that reads another loss, also of a task of one's own with other arguments."""
+        task = copy.copy(self)
+        vars(task)["_loss"] = loss
+        return task
 
     def reweighted(self) -> WeightedTask:
         """This task with targets that contain importance weights.
