@@ -17,8 +17,10 @@ from benchmarks.predict.trained import Trained, network_of
 from dataset.arrays import IntArray
 from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
+from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.lora import merged
+from pfl_ext.models.weights import some
 
 AGAIN = "make the run again with --runtime.keep_checkpoints true"
 
@@ -72,6 +74,11 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     if account.get("config_sha256") != model.record.outcome["config_sha256"] or not account.get("ended"):
         raise ValueError(
             f"{folder / 'last.safetensors'} is not the checkpoint of the end of the run: {AGAIN}"
+        )
+    held = {*checkpoint.part(tensors, checkpoint.MODEL), *trained_names(module)}
+    if lacking := [name for name in module.state_dict() if name not in held]:
+        raise ValueError(
+            f"{folder / 'last.safetensors'} is of an earlier version, without {some(lacking)}: {AGAIN}"
         )
     try:
         state = algorithm.load(algorithm.init(config.seed), tensors)

@@ -20,6 +20,7 @@ from benchmarks.core.run_directory import RunDirectory
 from benchmarks.predict.__main__ import main as predict
 from dataset.arrays import ByteArray, IntArray
 from dataset.cli import run
+from pfl_ext import checkpoint
 from pfl_ext.algorithms.clusters import first_models
 from pfl_ext.algorithms.ifca import Ifca
 from pfl_ext.attacks.attack import attackers
@@ -273,7 +274,7 @@ def test_it_is_killed_and_goes_on_bit_for_bit(more: tuple[str, ...], train: Trai
 
 
 def test_a_user_is_predicted_with_the_model_of_its_cluster(
-    train: Train, mini_file: Path, tmp_path: Path
+    train: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whose frozen layers are those of a file."""
     begun = train("--federated.num_rounds=1", name="begun") / "model.safetensors"
@@ -286,6 +287,15 @@ def test_a_user_is_predicted_with_the_model_of_its_cluster(
     row = next((row for row in scored if int(row["cluster"]) != largest), scored[0])
     assert run(predict, [str(directory), f"--user={row['user']}", f"--output={output}"]) == 0
     assert micro(rows_of(output), names) == pytest.approx(float(row["O-AP"]), abs=1e-3)
+    real = checkpoint.load
+
+    def without_frozen(path: Path) -> Any:
+        tensors, account = real(path)
+        return {n: t for n, t in tensors.items() if not n.startswith(checkpoint.MODEL)}, account
+
+    with mock.patch.object(checkpoint, "load", without_frozen):
+        assert run(predict, [str(directory), f"--user={row['user']}", f"--output={tmp_path / 'q.csv'}"]) == 2
+    assert "last.safetensors is of an earlier version, without backbone." in capsys.readouterr().err
 
 
 def test_its_updates_are_compressed_and_its_models_are_not(train: Train) -> None:
