@@ -348,4 +348,5 @@ def classifier(config: TrainingConfig, backbone: nn.Module, task: Task, scale: S
         exact_crops=config.augment.crop != "resized",
         padding=config.augment.padding,
         cutout=config.augment.cutout,
+        color_jitter=config.augment.color_jitter,
     )

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 
-from benchmarks.core.config.effects import MIXING, draws_crops
+from benchmarks.core.config.augmentation import KEYED, MIXING
+from benchmarks.core.config.effects import draws_crops
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.kept_features import BATCH, KeptFeatures
@@ -222,11 +223,9 @@ def reason_against(config: TrainingConfig) -> str | None:
     """Why an image has other features in each round; None where it always has the same, or the same few."""
     if config.model.dropout:
         return "model.dropout is true"
-    if config.augment.cutout is not None:
-        return f"augment.cutout is {config.augment.cutout}"
-    for key in MIXING:
-        if (alpha := getattr(config.augment, key)) is not None:
-            return f"augment.{key} is {alpha:g}"
+    for key in (*KEYED, *MIXING):
+        if (value := getattr(config.augment, key)) is not None:
+            return f"augment.{key} is {value:g}"
     if config.augment.views is not None:
         return None
     if config.augment.flip != "none":

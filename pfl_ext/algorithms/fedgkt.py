@@ -164,8 +164,8 @@ class FedGKT(Algorithm[GKTState]):
             )
         if users.sampling.keys:
             raise ValueError(
-                "fedgkt does not support dropout and cutout: set model.dropout to false and "
-                "augment.cutout to none"
+                "fedgkt keeps the server's logits of each image, which dropout, cutout and color jitter "
+                "change: set model.dropout to false, and augment.cutout and augment.color_jitter to none"
             )
         if setup.rate_keys:
             raise ValueError(

@@ -70,7 +70,7 @@ class Trimmed:
             self.model.set_submodule(name, _cut(layer, sides))
         if layers is not None:
             self.model.backbone = layers.replaced(self.model.backbone, central.input_size)
-        if isinstance(layers, CpuLayers) and Crops.know(central.task):
+        if isinstance(layers, CpuLayers) and Crops.know(central):
             self.model.cropping = Crops(central, layers.kernels)
 
     @torch.no_grad()

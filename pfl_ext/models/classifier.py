@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pfl_ext.data.mixing import is_mixed, mixed
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.checks import check_known, check_last_layer, check_own_parameters, check_size, wrong_side
+from pfl_ext.models.color_jitter import jittered
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, new_in, taught
@@ -256,11 +257,13 @@ class ImageClassifier(nn.Module):
         exact_crops: bool | None = None,
         padding: Padding = "zero",
         cutout: int | None = None,
+        color_jitter: float | None = None,
     ):
         """``exact_crops`` and ``padding``: see `pfl_ext.data.transforms.cropped`.
 
         ``exact_crops`` is True where crop is "crop". The input is ``(pixels - mean) / std`` of pixels in
-        0..1. ``cutout``: see `cut_out`. ``task`` defines the outputs' meaning, the loss and the score.
+        0..1. ``cutout``: see `cut_out`. ``color_jitter``: the strength of `jittered`. ``task`` defines the
+        outputs' meaning, the loss and the score.
         """
         super().__init__()
         assert_no_live_batchnorm(backbone)
@@ -269,7 +272,7 @@ class ImageClassifier(nn.Module):
         self.backbone = backbone
         self.depths = Depths.of_network(backbone)  # while its layers still have their own types
         self.framing = Framing(input_size, exact_crops, padding)
-        self.task, self._cutout = task, cutout
+        self.task, self._cutout, self.color_jitter = task, cutout, color_jitter
         self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None
         """The engine's function from images and crops to the backbone's input; it may return None."""
         self.is_plain = tuple(mean) == (0, 0, 0) and tuple(std) == (1, 1, 1)
@@ -294,6 +297,8 @@ class ImageClassifier(nn.Module):
         x = None if self.cropping is None or crops is None else self.cropping(images, crops)
         if x is None:
             pixels, targets = self.task.augment(images, targets, crops, self.framing)
+            if self.color_jitter is not None:
+                pixels = jittered(pixels, crops, self.color_jitter)
             x = self._normalised(pixels)
         x = mixed(x if self._cutout is None else cut_out(x, crops, self._cutout), crops)
         return x.contiguous(memory_format=self.memory_format), targets

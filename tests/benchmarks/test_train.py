@@ -165,7 +165,7 @@ def test_rounds_follow_the_golden_trajectory(engine: str, train: Train) -> None:
             assert low - 1e-6 <= value <= high + 1e-6, (step, name)  # of 100
 
 
-DROPPING = "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6"
+DROPPING = "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6 --augment.color_jitter=0.4"
 MIXING = "--augment.mixup=0.5 --augment.cutmix=1"
 
 

@@ -42,8 +42,6 @@ OF_TRAINED = {
     "names": "model.trained_names",
 }
 """The keys that only this value of ``model.trained`` reads."""
-MIXING = ("mixup", "cutmix")
-"""The keys of ``augment`` by which images of a batch are mixed."""
 OF_AVERAGE, OF_EMA = "evaluation.average_from_round", "evaluation.average_decay"
 """The keys that only an average of models reads, and only an exponential one."""
 Reasons = dict[str, str]
@@ -259,7 +257,7 @@ def check_training(config: TrainingConfig) -> None:
             f"augment.views is {config.augment.views}, but model.channel_norm data uses only one view "
             "of each image: set augment.views to none, or model.channel_norm to group"
         )
-    _check_cutout(config)
+    config.augment.check(config.model.input_size)
     federated, central = config.federated, config.centralised
     rates = (config.local, config.server, central)
     if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):
@@ -326,17 +324,3 @@ def _check_average(config: TrainingConfig) -> None:
             f"evaluation.average_from_round is {evaluation.average_from_round}, but must be below "
             f"{steps} = {config.num_steps}, or nothing would be averaged: lower it"
         )
-
-
-def _check_cutout(config: TrainingConfig) -> None:
-    augment, size = config.augment, config.model.input_size
-    if augment.cutout is not None and augment.cutout > size:
-        raise ValueError(
-            f"augment.cutout is {augment.cutout}, but must be at most model.input_size = {size}: lower it"
-        )
-    for key in ("cutout", *MIXING):
-        if (value := getattr(augment, key)) is not None and augment.views is not None:
-            raise ValueError(
-                f"augment.{key} is {value:g} and augment.views is {augment.views}, but the two cannot be "
-                "combined: set one of them to none"
-            )

@@ -24,6 +24,7 @@ YOUNGER = {
     "augment.views": None,
     "augment.label_smoothing": 0.0,
     "augment.cutout": None,
+    "augment.color_jitter": None,
     "augment.mixup": None,
     "augment.cutmix": None,
     "loss.focal_gamma": 0.0,

@@ -103,7 +103,7 @@ TABLE: Mapping[str, Rule] = {
         *(name for name in get_args(Normalisation) if name != "data"),
     ),
     **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
-    **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing cutout"),
+    **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing cutout color_jitter"),
     **each(
         "images are mixed only within a batch of one user, before the user's update is clipped",
         "augment",

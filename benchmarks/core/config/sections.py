@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from benchmarks.core.config.augmentation import AugmentSection
 from benchmarks.core.config.older_runs import by_today
 from benchmarks.core.config.privacy_rules import Rule
 from benchmarks.core.config.trees import build
@@ -22,9 +23,8 @@ from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.attacks.attack import ATTACKS, HONEST
 from pfl_ext.averaging import AveragingConfig
 from pfl_ext.compression.compressor import COMPRESSORS, PLAIN
-from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.configs import STRICT
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
-from pfl_ext.data.transforms import AugmentConfig
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import Init, ModelConfig
@@ -58,16 +58,6 @@ class ModelSection(ModelConfig):
     init: Annotated[Init, by_today("model.init")] = "torchvision"
     weights_sha256: str | None = None
     """SHA-256 of the file of pretrained weights; --weights fills it in. none: the network's known ones."""
-
-
-@dataclass(frozen=True, config=STRICT)
-class AugmentSection(AugmentConfig):
-    """Augmentation of training images and labels; scores are computed without it."""
-
-    label_smoothing: Fraction = 0.0
-    """Share of a label, or of a pixel's class, that is spread over all classes; 0 for multi-label tasks."""
-    cutout: PositiveInt | None = None
-    """Side of a square that is hidden at a random place of each image, in pixels; none: nothing is hidden."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -317,8 +307,8 @@ class TrainingConfig:
 
     @property
     def keys(self) -> bool:
-        """Whether training images bring keys, by which units are dropped and squares hidden."""
-        return draws(self.model) or self.augment.cutout is not None
+        """Whether training images bring keys, by which units are dropped and images changed."""
+        return draws(self.model) or self.augment.keyed
 
     @property
     def sampling(self) -> LocalSampling:

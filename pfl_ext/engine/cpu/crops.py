@@ -23,9 +23,11 @@ class Crops:
         self._table = (values if model.is_plain else normalise(values, model.mean, model.std)).contiguous()
 
     @staticmethod
-    def know(task: Task) -> bool:
-        """Whether this task's targets are independent of the crops."""
-        return type(task).augment is Task.augment and type(task).pixels is Task.pixels
+    def know(model: ImageClassifier) -> bool:
+        """Whether the task's targets are independent of the crops, and colors stay as they are."""
+        kind = type(model.task)
+        plain = kind.augment is Task.augment and kind.pixels is Task.pixels
+        return plain and model.color_jitter is None
 
     def __call__(self, images: Tensor, crops: Tensor) -> Tensor | None:
         """uint8 ``[B, H, W, 3]`` and ``[B, 6]`` or more -> ``[B, 3, S, S]``; None for other sizes."""

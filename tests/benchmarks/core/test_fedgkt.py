@@ -361,7 +361,7 @@ def test_dropout_and_what_has_no_room_are_refused() -> None:
         options=FedGKTOptions(),
     )
     with pytest.raises(
-        ValueError, match=r"fedgkt does not support dropout and cutout: set model.dropout to false and"
+        ValueError, match=r"which dropout, cutout and color jitter change: set model.dropout to false, and"
     ):
         FedGKT.check(dropping)
     dropping.users.sampling.mixes = True

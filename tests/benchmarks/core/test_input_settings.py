@@ -54,15 +54,18 @@ def test_dropout_is_part_of_the_config_and_has_images_bring_keys() -> None:
     assert other.sampling.keys
 
 
-def test_cutout_is_part_of_the_config_and_has_images_bring_keys() -> None:
+@pytest.mark.parametrize(("key", "value"), [("cutout", 5), ("color_jitter", 0.4)])
+def test_what_changes_images_by_key_is_part_of_the_config_and_has_them_bring_keys(
+    key: str, value: float
+) -> None:
     plain = parse([]).config
-    assert "cutout" not in config_tree(plain)["augment"]
-    other = parse(["--augment.cutout=5"]).config
+    assert key not in config_tree(plain)["augment"]
+    other = parse([f"--augment.{key}={value}"]).config
     tree = config_tree(other)
-    assert tree["augment"]["cutout"] == 5
+    assert tree["augment"][key] == value
     assert VISION.read(tree, "config.yaml") == other
     assert other.sampling.keys
-    assert parse(["--mode=centralised", "--augment.cutout=5"]).config.keys
+    assert parse(["--mode=centralised", f"--augment.{key}={value}"]).config.keys
 
 
 @pytest.mark.parametrize("key", ["mixup", "cutmix"])
@@ -89,6 +92,12 @@ def test_mixing_is_part_of_the_config_and_of_a_users_sampling(key: str) -> None:
                 "augment.cutout is 5 and augment.views is 2, but the two cannot be combined: set one "
                 "of them to"
             ),
+        ),
+        (["--augment.color_jitter=0"], r"augment\.color_jitter is '0'"),
+        (["--augment.color_jitter=1.1"], r"augment\.color_jitter is '1.1'"),
+        (
+            ["--augment.color_jitter=1", "--model.trained=head", "--augment.flip=both", "--augment.views=2"],
+            "augment.color_jitter is 1 and augment.views is 2, but the two cannot be combined",
         ),
         (["--augment.mixup=0"], r"augment\.mixup is '0'"),
         (["--augment.cutmix=inf"], r"augment\.cutmix is 'inf'"),
@@ -148,7 +157,7 @@ def test_a_task_of_ones_own_keeps_its_scores_and_its_loss(word: str) -> None:
         trained_task(config, SquaredError(), ["a", "b"])
 
 
-@pytest.mark.parametrize("word", ["cutout=5", "mixup=0.2", "cutmix=1"])
+@pytest.mark.parametrize("word", ["cutout=5", "color_jitter=0.4", "mixup=0.2", "cutmix=1"])
 def test_features_are_not_kept_where_squares_are_hidden_or_images_mixed(word: str) -> None:
     words = ["--model.trained=head", "--augment.flip=none", "--model.input_size=32", "--data.image_size=32"]
     words += ["--augment.crop=crop"]
@@ -167,6 +176,7 @@ def test_private_runs_take_every_normalisation_that_is_not_of_the_data(privacy: 
     words = ["--federated.weighting=users", "--local.max_images=10", *privacy]
     for name in ("imagenet", "none", "half"):
         dropout = ["--model.dropout=true", "--model.arch=vgg9", "--augment.cutout=8", "--augment.mixup=1"]
+        dropout += ["--augment.color_jitter=0.4"]
         parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect", *dropout])
     with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data \(the mean"):
         parse([*words, "--model.normalisation=data"])

@@ -4,12 +4,12 @@
     worker_runs ARGUMENTS...
 
 One launch for several runs, ``NAMES`` of `RUNS` with commas between: FL by pfl's loop with float64 sums (and
-an average over rounds) and with float32 sums, FL with dropout, cutout and mixed images by the fast engine, FL
-on features of augmented views, PFL, and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories.
-``DIRECTORY/<run>-<rank>.json`` hold what each did: ``{"round user": checksum of the pixels, labels, order
-and crops that trained it}`` where pfl's loop trains, the checksums of the noise that was added, and how this
-interpreter hashes a word. With `FRESH` in the environment worker 1 begins again as an interpreter of its own,
-which hashes otherwise than worker 0.
+an average over rounds) and with float32 sums, FL with dropout, cutout, color jitter and mixed images by the
+fast engine, FL on features of augmented views, PFL, and PFL with secret noise. ``DIRECTORY/<run>/`` are the
+run directories. ``DIRECTORY/<run>-<rank>.json`` hold what each did: ``{"round user": checksum of the pixels,
+labels, order and crops that trained it}`` where pfl's loop trains, the checksums of the noise that was added,
+and how this interpreter hashes a word. With `FRESH` in the environment worker 1 begins again as an
+interpreter of its own, which hashes otherwise than worker 0.
 
 With `LOST_BY` in the environment it is the training command with these arguments, whose worker 1 sends that
 signal to itself in the round `LOST_IN`, after the checkpoint of the round before.
@@ -70,12 +70,13 @@ PRIVATE = (
     "--privacy.noise_cohort_size=10",
     "--privacy.indicator_std_fraction=0.5",
 )
+KEYED = ("--augment.cutout=8", "--augment.color_jitter=0.4")
 MIXING = ("--augment.mixup=0.5", "--augment.cutmix=1")
 FAST = ("--config=fl-r-17", "--runtime.engine=fast")
 RUNS = {
     "fl": ("--config=fl-r-17", "--evaluation.average=swa"),
     "fl32": ("--config=fl-r-17", "--runtime.accumulate=fp32"),
-    "fast": (*FAST, "--model.arch=simple_cnn", "--model.dropout=true", "--augment.cutout=8", *MIXING),
+    "fast": (*FAST, "--model.arch=simple_cnn", "--model.dropout=true", *KEYED, *MIXING),
     "views": ("--config=fl-r-17", "--runtime.engine=fast", "--model.trained=head", "--augment.views=2"),
     "pfl": (*PRIVATE, "--seed=1"),
     "secret": PRIVATE,

@@ -206,6 +206,7 @@ class Setting:
     dynamic: float | None = None
     """FedDyn's alpha."""
     cutout: int | None = None
+    color_jitter: float | None = None
     exact_crops: bool = True
     inexact: tuple[float, int] | None = None
     """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
@@ -219,7 +220,12 @@ class Setting:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
         backbone = self.backbone() if self.inexact is None else in_float64(self.backbone(), *self.inexact)
         module = ImageClassifier(
-            backbone, input_size=10, exact_crops=self.exact_crops, task=self.task, cutout=self.cutout
+            backbone,
+            input_size=10,
+            exact_crops=self.exact_crops,
+            task=self.task,
+            cutout=self.cutout,
+            color_jitter=self.color_jitter,
         )
         steps = LocalSGDConfig(
             optimizer=self.adam or "sgd",

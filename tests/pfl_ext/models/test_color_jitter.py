@@ -1,0 +1,129 @@
+"""Color jitter: torchvision's operations on each image by its key alone, in training, in both engines."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.data.transforms import KEY_BITS
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.color_jitter import STREAM, jittered
+from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.tasks.segmentation import Segmentation
+from pfl_ext.tasks.single_label import SingleLabel
+from tests.pfl_ext.engine.setting import (
+    LABELS,
+    Setting,
+    distance,
+    rounding_of,
+    small_backbone,
+    wide_backbone,
+    without_noise,
+)
+from tests.pfl_ext.models.test_cutout import crops_of
+
+CHANGES: Any = (
+    v2.functional.adjust_brightness,
+    v2.functional.adjust_contrast,
+    v2.functional.adjust_saturation,
+)
+ORDERS = ((0, 1, 2), (1, 2, 0), (2, 0, 1), (0, 2, 1), (1, 0, 2), (2, 1, 0))
+
+
+def draws_of(crops: Tensor) -> list[list[int]]:
+    """The whole numbers of 24 bits of each image: three of its factors, and that of the order."""
+    keys = keys_in(crops)
+    assert keys is not None
+    return drawn(keys, STREAM, 4).tolist()
+
+
+@pytest.mark.parametrize("strength", [0.1, 0.4, 1.0])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_an_image_changes_as_by_torchvision(strength: float, memory_format: torch.memory_format) -> None:
+    pixels = torch.rand(40, 3, 10, 10).contiguous(memory_format=memory_format)
+    before, crops, seen = pixels.clone(), crops_of(40), set()
+    got = jittered(pixels, crops, strength)
+    for image, result, (*factors, order) in zip(pixels, got, draws_of(crops)):
+        seen.add(ORDERS[order * 6 // 2**KEY_BITS])
+        for change in ORDERS[order * 6 // 2**KEY_BITS]:
+            image = CHANGES[change](image, 1 + strength * (factors[change] / 2 ** (KEY_BITS - 1) - 1))
+        torch.testing.assert_close(result, image, rtol=0, atol=1e-5)
+    assert seen == set(itertools.permutations(range(3))), "every order was drawn"
+    assert torch.equal(pixels, before), "what was given stays"
+    assert got.is_contiguous(memory_format=memory_format)
+
+
+def test_orders_are_as_frequent_as_each_other_and_factors_uniform() -> None:
+    """Chi-square of six orders, and means and deviations of uniform factors, each within five deviations."""
+    n = 20_000
+    draws = np.array(draws_of(crops_of(n)))
+    counts = np.bincount(draws[:, 3] * 6 >> KEY_BITS, minlength=6)
+    assert ((counts - n / 6) ** 2 / (n / 6)).sum() < 5 + 5 * 10**0.5
+    uniform = draws[:, :3] / 2**KEY_BITS
+    assert np.abs(uniform.mean(0) - 0.5).max() < 5 / (12 * n) ** 0.5
+    assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 5 / n**0.5
+
+
+def test_an_image_changes_in_the_same_way_whoever_is_beside_it() -> None:
+    x, crops = torch.rand(9, 3, 10, 10), crops_of(9)
+    whole, rows = jittered(x, crops, 0.4), [7, 2, 5]
+    torch.testing.assert_close(jittered(x[rows], crops[rows], 0.4), whole[rows], rtol=0, atol=1e-6)
+
+
+def test_training_jitters_and_evaluation_does_not() -> None:
+    images = torch.randint(0, 256, (4, 12, 12, 3), dtype=torch.uint8)
+    crops, targets = crops_of(4), torch.eye(LABELS)[:4]
+    model, plain = (
+        ImageClassifier(small_backbone(), input_size=10, task=SingleLabel(), color_jitter=strength)
+        for strength in (0.4, None)
+    )
+    whole = plain.loss(images, targets, crops)
+    assert model.loss(images, targets, crops) != whole
+    assert model.loss(images, targets, crops[:, :6]) == whole
+    assert model.metrics(images, targets, crops)["loss"].overall_value == pytest.approx(whole.item())
+    assert torch.equal(model(images, crops), plain(images, crops))
+
+
+def test_masks_stay_and_colors_change_before_they_are_normalised() -> None:
+    images = torch.randint(0, 256, (4, 12, 12, 3), dtype=torch.uint8)
+    masks = torch.randint(0, 3, (4, 12, 12), dtype=torch.uint8)
+    scales: Any = ((0.4, {}), (None, {"mean": (0.0,) * 3, "std": (1.0,) * 3}))
+    model, plain = (
+        ImageClassifier(
+            nn.Conv2d(3, 3, 1), input_size=10, task=Segmentation(3), color_jitter=strength, **scale
+        )
+        for strength, scale in scales
+    )
+    (x, targets), (pixels, same) = (each.prepare(images, masks, crops_of(4)) for each in (model, plain))
+    assert torch.equal(targets, same)
+    by_hand = (jittered(pixels, crops_of(4), 0.4) - model.mean[:, None, None]) / model.std[:, None, None]
+    torch.testing.assert_close(x, by_hand, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"clipping": "none", "max_norm": 0.0, "learning_rate": 0.05, "momentum": 0.6},
+        {"backbone": wide_backbone},
+        {"more": [without_noise(0.3)], "by_images": False},
+    ],
+    ids=["plain", "momentum", "compiled", "private"],
+)
+def test_the_engine_jitters_what_pfls_loop_jitters(more: dict[str, Any]) -> None:
+    """Users of one step, who go together, and of several; crops that the engine would frame itself."""
+    sampling = LocalSampling(num_epochs=2, batch_size=4, straddle=True, input_size=10, keys=True)
+    common: dict[str, Any] = {"backbone": small_backbone, "sampling": sampling, **more}
+    setting = Setting([1, 2, 2, 9, 1, 5], color_jitter=0.5, **common)
+    theirs = setting.run(False)[0]
+    bound = rounding_of(setting)
+    assert distance(setting.run(True, lanes=2)[0], theirs) <= min(bound, 1e-4)
+    without = Setting(setting.sizes, **common)
+    assert distance(without.run(True)[0], theirs) > 100 * bound, "and something changes"
