@@ -36,7 +36,7 @@ class CompiledTwin:
         if layers is not None and whole:
             shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
             network = layers.replaced(copy.deepcopy(module.backbone, shared), module.input_size)
-            self._parts = network, Crops(module, layers.kernels) if Crops.know(module.task) else None
+            self._parts = network, Crops(module, layers.kernels) if Crops.know(module) else None
 
     @property
     def arithmetic(self) -> str | None:
