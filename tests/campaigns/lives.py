@@ -136,8 +136,9 @@ def live(
         code = 70
         try:
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
+            for number, name in ((1, "stdout"), (2, "stderr")):  # which a test may have replaced
+                os.dup2(descriptor, number)
+                setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", buffering=1, closefd=False))
             if phases is not None:
                 phases.begin()
             if isinstance(death, At):

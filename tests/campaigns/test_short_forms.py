@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from dataset.cli import run
+from pfl_ext.engine.cpu.crops import Crops
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.privacy.accounting import PrivacyConfig
 from tests.benchmarks.sparing import sparingly
-from tests.campaigns import audit_head, kill_training
+from tests.campaigns import audit_head, combinations, kill_training
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
 from tests.campaigns.kinds import COMMON, KINDS, subject_of
 from tests.launching import environment, warmly
+from tests.pfl_ext.engine.cpu.roundings import compiled
 from tests.pfl_ext.tiny_detector import Tiny
 
 
@@ -72,6 +76,34 @@ def test_killed_runs_of_two_workers_equal_the_run_never_killed() -> None:
     said = campaign("kill_workers", "--kills=1", "--rounds=4", "--kind=fl")
     assert said.startswith("fl, 2 workers: 1 kills over ")
     assert "each equal to the run never killed" in said
+
+
+@compiled
+def test_options_are_judged_by_both_engines_and_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine then frames crops itself where it must not, as it did once: their colors stay."""
+    jitter = ("--federated.num_rounds=2", "--augment.color_jitter=0.4")
+    with sparingly():
+        campaign = combinations.Campaign(tmp_path)
+        assert campaign.judge("flair", ("--federated.algorithm=fedgkt",))[0] == "refused"
+        assert campaign.judge("classes", jitter)[0] == "fine"
+        monkeypatch.setattr(Crops, "know", lambda model: True)
+        verdict, what = campaign.judge("classes", jitter)
+    assert (verdict, what.partition(" by ")[0]) == ("finding", "engines differ")
+
+
+def test_each_draw_of_options_is_a_config() -> None:
+    asked: list[Sequence[str]] = []
+
+    def refusal(subject: str, words: Sequence[str]) -> str | None:
+        asked.append(words)
+        return None if len(asked) % 2 else "refused"
+
+    subject, words = combinations.drawn(0, 1, "flair", refusal)
+    assert subject == "flair"
+    assert (*words,) in asked[::2], "the last that was not refused"
+    assert combinations.drawn(0, 1, "flair", lambda *_: "refused")[1] != words
 
 
 def test_killed_preprocessing_makes_the_same_file() -> None:
