@@ -101,7 +101,7 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str | None], list[Row]]:
 def _dataset_name(row: Row) -> str:
     data = row.runs[0].data
     counts = f", {sum(data['users'].values()):,} users" if data else ""
-    drawn = ", the drawn mini set" if data.get("source") == "mini" else ""
+    drawn = ", the mini data set" if data.get("source") == "mini" else ""
     return f"{Path(row.runs[0].outcome['dataset']).name}{counts}{drawn}"
 
 
