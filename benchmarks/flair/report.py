@@ -306,7 +306,9 @@ def main(argv: Sequence[str]) -> None:
     parser = command_parser("flair.report", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, help="where table1.md, .csv and .tex go")
-    parser.add_argument("--format", choices=sorted(WRITERS), default="markdown", help="of what is printed")
+    parser.add_argument(
+        "--format", choices=sorted(WRITERS), default="markdown", help="format of what is printed"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="exit with 1 if a comparable row misses the paper"
     )
