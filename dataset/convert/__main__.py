@@ -77,12 +77,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add("--image_size", type=side_or_own, default=argparse.SUPPRESS, help=size)
     add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded (full)")
-    add(
-        "--jpeg_quality",
-        type=int,
-        default=95,
-        help="quality of JPEGs made from PNG, WebP, GIF, BMP and TIFF (95)",
-    )
+    add("--jpeg_quality", type=int, default=95, help="quality of JPEGs made of other formats (95)")
     add("--background", choices=BACKGROUNDS, default="white", help="colour behind transparent images (white)")
     add("--upright", action="store_true", help=UPRIGHT)
     bad = "leave out, and list in the file, images that are missing; these and damaged ones; or none (fail)"
