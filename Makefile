@@ -198,7 +198,7 @@ opacus-peer: $(OPACUS) ## train a published private row with opacus: ARGS="--row
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(call path,$(DATA)) $(ARGS)
 
-flair-fl: federated-given $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ALGORITHM=scaffold | ..., NP=2, ARGS="--key value ..."
+flair-fl: federated-given $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ALGORITHM=fedprox | ..., NP=2, ARGS="--key value ..."
 	@$(TRAIN) --config $(call path,$(or $(CONFIG),fl-r-17)) $(FILE) $(INSTEAD) $(SEEDED) $(ARGS)
 
 flair-pfl: federated-given $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628

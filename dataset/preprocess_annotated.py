@@ -117,7 +117,11 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
     )
     without_test = "test: the published val is the file's test, for a set whose test has no annotations"
     add("--val_as", choices=("val", "test"), default=spec.val_as, help=without_test)
-    add("--licence", metavar="TEXT", help="of the images, for the file (the data set's if SOURCE holds it)")
+    add(
+        "--licence",
+        metavar="TEXT",
+        help="licence of the images, kept in the file (the data set's if SOURCE holds it)",
+    )
     add("--upright", action="store_true", help=f"{UPRIGHT}; for annotations of upright photos")
     bad = "leave out and list images that are missing; these, damaged ones and those not annotated; or none"
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)

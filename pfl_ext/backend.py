@@ -250,8 +250,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     ) -> LocalTraining | None:
         if self.engine is None:
             return None
-        unknown = f"algorithm {type(algorithm).__name__}"
-        local = unknown if rule is None else local_training(rule, model, context)
+        own_steps = "the algorithm's own local steps"
+        local = own_steps if rule is None else local_training(rule, model, context)
         if isinstance(local, LocalTraining):
             return local
         print(f"engine: pfl's own loop trains the users, because of {local}", file=sys.stderr)

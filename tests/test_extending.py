@@ -77,11 +77,15 @@ def test_a_new_algorithm_a_new_network_train_and_go_on(engine: str, dropped: Non
     assert lines(plain)[1]["val"] == lines(whole)[1]["val"], "the first round has no momentum yet"
 
 
-def test_a_new_loss_of_users_trains_and_goes_on(dropped: None, vision: Train, tmp_path: Path) -> None:
+def test_a_new_loss_of_users_trains_and_goes_on(
+    dropped: None, vision: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without its term it is FedAvg; with it the outputs have more entropy."""
     argv = ("--federated.algorithm=confident", "--model.arch=lenet", "--local.num_epochs=3")
     beta = "--federated.options.beta"
     whole, _ = killed_and_resumed(vision, 1, *argv, f"{beta}=2")
+    said = "engine: pfl's own loop trains the users, because of the algorithm's own local steps\n"
+    assert said in capsys.readouterr().err
     none, plain = vision(*argv, f"{beta}=0", name="none"), vision(*argv[1:], name="plain")
     for ours, theirs in zip(lines(none), lines(plain), strict=True):
         assert ours["tracked"]["loss"] == pytest.approx(theirs["tracked"]["loss"], rel=1e-4)

@@ -56,8 +56,8 @@ OTHER_WAY = (
 )
 CURVES = (
     "A line is the mean over the finished runs of a group, and its band goes from the least to the greatest "
-    "of them. Thin lines are runs that have not finished. Scores over the rounds are those that the run was "
-    "followed by; a model of round r has had r updates."
+    "of them. Thin lines are runs that have not finished. The model of round r has had "
+    "r updates."
 )
 EPSILON = (
     "The epsilon of a model is counted as in privacy.json, at the end of each twentieth of the run, so that "

@@ -178,10 +178,12 @@ def draw(axes: Axes, chart: Chart, labels: Sequence[str] | None, colours: Sequen
     axes.set_ylabel(chart.y_label, color=ink)
     if chart.log_x:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_formatter("{x:,g}")
     else:
         whole = set(chart.x_label.split(" or ")) <= {"rounds", "epochs"}  # there is no half of one
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole))
+        if axes.get_xlim()[1] >= 1000:
+            axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(color=line_colour, linewidth=0.6, alpha=0.45)
     axes.tick_params(colors=ink, which="both", labelsize=9)
     for side, edge in axes.spines.items():

@@ -168,12 +168,21 @@ def _columns(comparison: Comparison) -> list[Column]:
         deltas = [(privacy_of(group) or [NONE] * 3)[2] for group in groups]
         epsilons = [in_short(group) if group.finished else NONE for group in groups]
         columns.append(Column(r"$\varepsilon$", list(map(escaped, epsilons))))
-        columns.append(Column(r"$\delta$", list(map(escaped, deltas))))
+        columns.append(Column(r"$\delta$", list(map(_power_of_ten, deltas))))
     sent = [_megabytes(comparison.values(group, "bytes", "the whole run")) for group in groups]
     done = [comparison.values(group, "cost", f"{group.runs[0].config.unit}s done") for group in groups]
     columns.append(Column("MB", list(map(escaped, sent))))
     columns.append(Column(units(groups), [escaped(in_words(values, "count")) for values in done]))
     return [column for column in columns if set(column.cells) != {escaped(NONE)}]
+
+
+def _power_of_ten(number: str) -> str:
+    """A number such as 8.4e-06 as a paper prints it, with a power of ten."""
+    digits, _, exponent = number.partition("e")
+    if not exponent.removeprefix("-").isdigit():
+        return escaped(number)
+    times = "" if digits == "1" else rf"{digits} \times "
+    return f"${times}10^{{{int(exponent)}}}$"
 
 
 def _of_scores(comparison: Comparison) -> list[Column]:

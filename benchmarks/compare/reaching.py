@@ -38,10 +38,10 @@ def reached(comparison: Comparison, target: float | None) -> Html:
         each for split, score in _followed(comparison) for each in _reached(comparison, split, score, target)
     ]
     lower = [shown(score) for score in comparison.headline if comparison.is_lower_better(score)]
-    below = f", or below it where lower is better ({', '.join(lower)})" if lower else ""
+    below = f", from above where lower is better ({', '.join(lower)})" if lower else ""
     note = (
-        f"When the mean over the seeds was first seen at the score or above it{below}. Only some rounds are "
-        "scored. A dash: never, or not known."
+        f"When the mean over the seeds first reached the score{below}. Only some rounds are scored. A dash: "
+        "never, or not known."
     )
     return join([tag("h3", "Until a score was reached"), tag("p", note), *parts]) if parts else Html()
 
@@ -92,8 +92,8 @@ def at_megabytes(comparison: Comparison, megabytes: float | None) -> Html:
         for each in _at_megabytes(comparison, split, score, megabytes)
     ]
     note = (
-        "The last score that was seen before a group's traffic, both ways, was more: mean, least and "
-        "greatest over the seeds. Only some rounds are scored."
+        "The last score of each group within this traffic, both ways: mean, least and greatest over the "
+        "seeds. Only some rounds are scored."
     )
     return join([tag("h3", "After the same traffic"), tag("p", note), *parts]) if parts else Html()
 

@@ -74,6 +74,8 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
         tree = read_yaml(directory / "config.yaml")
     except DAMAGE as fault:
         raise not_whole(directory, f"config.yaml cannot be read: {' '.join(str(fault).split())}") from None
+    if not tree:
+        raise not_whole(directory, "config.yaml is empty")
     found: list[tuple[tuple[bool, bool], Known]] = []
     faults = []
     for kinds in (of_project, of_own_modules, of_train_modules):
@@ -87,12 +89,12 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
                 continue
             rank = config.setting in known.benchmark.settings, digest(config) == tree_digest(tree)
             found.append((rank, known))
-    if not tree or not found:
+    if not found:
         own = [fault for fault in faults if OWN in fault]
-        why = min(own or faults, key=_is_foreign) if tree and faults else "config.yaml is empty"
-        if tree and not own:
+        why = min(own or faults, key=_is_foreign)
+        if not own:
             why += f"; if it is of a benchmark of your own, set {OWN} to the file of that"
-        raise not_whole(directory, f"no benchmark can read its config; {why}")
+        raise ValueError(f"{directory}: no benchmark can read its config ({why})")
     _, known = max(found, key=lambda each: each[0])
     record = read_run(directory, known.benchmark)
     if record.fault is not None:

@@ -159,7 +159,7 @@ class Ledger(ABC):
             print(
                 f"WARNING: the noise of a round is {1 / ratio:,.3g} times as long as the largest "
                 f"possible mean update, and that of all {rounds:,} rounds {1 / over_all:,.3g} times as "
-                "long as all updates together: the model can hardly learn. Use larger cohorts, a "
+                "long as all updates together: the model may learn hardly anything. Use larger cohorts, a "
                 "larger epsilon, or fewer trained parameters (a smaller network, or model.trained)",
                 file=sys.stderr,
             )

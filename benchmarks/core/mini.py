@@ -93,7 +93,7 @@ class DataSource:
             return
         if is_main():
             why = self.missing if asked is None else f"--data_path {asked}"
-            print(f"{why}: running on the embedded mini data set, {path}, at laptop scale", flush=True)
+            print(f"{why}: using the mini data set of synthetic images, {path}", flush=True)
             if not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 waiting = f"waiting for another process that draws {path}"

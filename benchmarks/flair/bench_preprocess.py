@@ -156,9 +156,9 @@ def main(argv: Sequence[str]) -> None:
     parser = command_parser("flair.bench_preprocess", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--source", type=Path, default=Path("../shared/data/clothing-flair"))
-    parser.add_argument("--images", type=int, default=4000, help="for the comparison")
+    parser.add_argument("--images", type=int, default=4000, help="number of images for the comparison")
     parser.add_argument("--memory_images", type=int, nargs=2, default=(2000, 20000))
-    parser.add_argument("--folder", type=Path, help="for scratch files (the system's)")
+    parser.add_argument("--folder", type=Path, help="folder for scratch files (the system's)")
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     options, extra = parser.parse_known_args(argv)
     if options.one:

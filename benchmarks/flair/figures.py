@@ -371,9 +371,9 @@ def main(argv: Sequence[str]) -> None:
     parser = command_parser("flair.figures", __doc__)
     parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR")
     parser.add_argument("--data_path", type=Path, help="a data file, or the word mini")
-    parser.add_argument("--split", default="train", help="of labels and emd")
+    parser.add_argument("--split", default="train", help="split for the figures of labels and emd")
     parser.add_argument("--image_size", type=int, help="pixels at which emd reads images; default: as stored")
-    parser.add_argument("--threads", type=int, default=2, help="that read images")
+    parser.add_argument("--threads", type=int, default=2, help="threads that read images")
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args(argv)
     for name in ("image_size", "threads"):

@@ -101,7 +101,7 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str | None], list[Row]]:
 def _dataset_name(row: Row) -> str:
     data = row.runs[0].data
     counts = f", {sum(data['users'].values()):,} users" if data else ""
-    drawn = ", the drawn mini set" if data.get("source") == "mini" else ""
+    drawn = ", the mini data set" if data.get("source") == "mini" else ""
     return f"{Path(row.runs[0].outcome['dataset']).name}{counts}{drawn}"
 
 
@@ -306,7 +306,9 @@ def main(argv: Sequence[str]) -> None:
     parser = command_parser("flair.report", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, help="where table1.md, .csv and .tex go")
-    parser.add_argument("--format", choices=sorted(WRITERS), default="markdown", help="of what is printed")
+    parser.add_argument(
+        "--format", choices=sorted(WRITERS), default="markdown", help="format of what is printed"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="exit with 1 if a comparable row misses the paper"
     )

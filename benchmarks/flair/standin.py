@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--image_size", type=int, default=32, help="pixels")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=1, help="of the drawn users and of the first weights")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the drawn users and the first weights")
     args = parser.parse_args(argv)
     if args.output_file.suffix != ".safetensors":
         raise ValueError(f"--output_file {args.output_file}: the name must end in .safetensors")

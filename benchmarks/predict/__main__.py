@@ -61,7 +61,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("predict", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a finished run")
     parser.add_argument("--images", type=Path, nargs="+", metavar="PATH", help="image files, or folders")
-    parser.add_argument("--split", choices=("train", "val", "test"), help="of the data; test if not given")
+    parser.add_argument(
+        "--split", choices=("train", "val", "test"), help="split of the data; test if not given"
+    )
     parser.add_argument("--data_path", type=Path, metavar="F", help="the data file, if not the run's own")
     parser.add_argument("--user", metavar="ID", help="predict with this training user's own model")
     parser.add_argument("--output", type=Path, required=True, metavar="F", help="file; a folder for masks")

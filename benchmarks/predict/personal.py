@@ -45,7 +45,9 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     chosen: Any = federated.chosen
     if config.mode != "federated" or not chosen.has_user_models:
         what = federated.algorithm if config.mode == "federated" else config.mode
-        raise ValueError(f"--user {user}: users of {directory} keep no variables ({what}): leave --user out")
+        raise ValueError(
+            f"--user {user}: users of {directory} have no models of their own ({what}): leave --user out"
+        )
     experiment = model.on(file)
     run = dataclasses.replace(
         experiment.run, runtime=dataclasses.replace(experiment.run.runtime, engine="stock")

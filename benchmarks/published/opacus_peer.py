@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
     program = "python -m benchmarks.published.opacus_peer"
     parser = OneLineParser(prog=program, description=__doc__, allow_abbrev=False)
     parser.add_argument("--row", default="scatternet-linear", help="a published row")
-    parser.add_argument("--seed", type=int, default=0, help="of our run and of opacus' draws")
+    parser.add_argument("--seed", type=int, default=0, help="seed of our run and of opacus' draws")
     parser.add_argument("--data_path", type=Path, help="the data file (data/cifar10.hdf5)")
     parser.add_argument("--output", type=Path, help="the JSON (bench/opacus-ROW-seedN.json)")
     parser.add_argument("--opacus", type=Path, default=OPACUS, help="a Python that has opacus")

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from dataset.arrays import FloatArray
 from dataset.drawing import write_figure
@@ -96,6 +96,11 @@ def plain_log(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def whole_steps(axes: Axes) -> None:
+    """Ticks of rounds or epochs along x: there is no half of one."""
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
 def violins(axes: Axes, groups: Mapping[str, FloatArray], colours: Sequence[str]) -> None:
     """A violin for each group, with its quartiles as a box, its median as a dot and its mean as a tick.
 
@@ -171,6 +176,7 @@ def training_curve(
         values = [line[followed][column] for line in scored]
         label = shown(column) if percent else labelled(shown(column), kinds.unit(column))
         left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=label)
+    whole_steps(left)
     left.set(xlabel=f"{unit}s of training", ylabel=labelled(f"score on {split}", units), title=title)
     if percent:
         left.set_ylim(0, 100)
@@ -252,6 +258,7 @@ def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path)
         axes.plot(rounds, [values.get(name, math.nan) for _, values in lines], color=BLUE)
         private_panel(axes, name, label)
     axes.set_xlabel("round of training")
+    whole_steps(axes)
     figure.suptitle(title)
     save(figure, path)
 

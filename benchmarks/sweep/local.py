@@ -324,7 +324,7 @@ class LocalSweep:
         drawn = draw_trials(rows, self.sweep, title, self.directory / "plots")
         print(f"\n{text}\n")
         if (again := self._again(rows)) is not None:
-            print(f"the best trial again, by another seed and scored on test:\n  {again}\n")
+            print(f"to train the best trial again, with another seed and scored on test:\n  {again}\n")
         print(
             f"sweep directory: {self.directory} (table.md, table.csv{', plots/' if drawn else ''}, trials/)"
         )

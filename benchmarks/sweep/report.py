@@ -70,8 +70,8 @@ def table(
     """
     digits = _digits_on_test(rows, headline, kinds)
     sign = -1 if metric.goal == "maximize" else 1
-    out = [["rank", "trial", *varied, f"best {metric.name}", "at", f"test {shown(headline)}", "test at",
-            "status", "seconds", "run"]]  # fmt: skip
+    scores = f"best {metric.name}", "at round/epoch", f"test {shown(headline)}", "test at round/epoch"
+    out = [["rank", "trial", *varied, *scores, "status", "seconds", "run"]]
     ranked = sorted(rows, key=lambda r: (r.score is None, sign * (r.score or 0.0), r.number))
     for rank, (row, cells) in enumerate(zip(ranked, _cells(ranked, varied)), 1):
         place, score, step = "", "", ""
@@ -187,8 +187,8 @@ def other_models(rows: Sequence[Row], metric: Metric, best_by: Sequence[str]) ->
         f"--evaluation.best_by {score}" if score in best_by else "a metric that --evaluation.best_by takes"
     )
     return (
-        f"The test score is of the model that evaluation.best_by chose (test at), not always of the best "
-        f"{metric.name} (at); {remedy} makes them one."
+        "The test score is of the model that evaluation.best_by chose, not always of the one with the best "
+        f"{metric.name}; {remedy} makes them one."
     )
 
 

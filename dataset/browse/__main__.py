@@ -60,14 +60,21 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", type=Path, help="of images, as the data sets' commands make it")
+    parser.add_argument(
+        "file", type=Path, help="the data file, as make flair-data or python -m dataset.convert writes it"
+    )
     parser.add_argument("--output", type=Path, help="the page; by default FILE with the suffix .html")
     parser.add_argument("--split", default=PARTITIONED, help="train, val or test (default: train)")
-    parser.add_argument("--partition", help="whose images they are: of the file, or drawn by its name")
-    parser.add_argument("--users", type=int, default=12, help="that are shown (default: 12)")
-    parser.add_argument("--images", type=int, default=8, help="of a user that are shown (default: 8)")
-    parser.add_argument("--side", type=int, default=288, help="of an image in pixels (default: 288)")
-    parser.add_argument("--seed", type=int, default=0, help="users and images are drawn by it (default: 0)")
+    parser.add_argument(
+        "--partition",
+        help="name of a partition of the file, or of one to draw, such as lda-0.5-clients-10-seed-0",
+    )
+    parser.add_argument("--users", type=int, default=12, help="number of users shown (default: 12)")
+    parser.add_argument("--images", type=int, default=8, help="number of images shown of a user (default: 8)")
+    parser.add_argument(
+        "--side", type=int, default=288, help="longer side of an image in pixels (default: 288)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed that chooses users and images (default: 0)")
     parser.add_argument("--max_mb", type=int, default=8, help="size of the page in MB (default: 8)")
     options = parser.read(argv)
     for name, (low, high) in LIMITS.items():

@@ -43,7 +43,7 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
         "federated_train*.csv, or the address of the archive's folder "
         "(default: a local --source that holds any, else official)",
     )
-    add("--splits_sha256", default="", help="of the archive, for --splits with an address")
+    add("--splits_sha256", default="", help="checksum of the archive, for --splits with an address")
     total = "partitions by our own sampler, alpha being the sum over the classes (Hsu, Qi, Brown): 0.3,1,..."
     add("--dirichlet_total", default="", help=total)
     each = "the same, alpha being that of each class (Flower, FedML, pfl): 0.03,0.1,..."
@@ -51,9 +51,9 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     written = f"partitions of our own by any name: {written_kinds()}; or KIND-NUMBER-clients-C-seed-S"
     add("--partition", default="", help=written)
     add("--alphas", default="", help="the old name of --dirichlet_total")
-    add("--seed", type=int, default=0, help="of our own partitions")
-    add("--clients", type=int, default=100, help="of our own partitions")
-    add("--images_per_client", type=int, default=500, help="of our own partitions")
+    add("--seed", type=int, default=0, help="seed of our own partitions")
+    add("--clients", type=int, default=100, help="number of clients of our own partitions")
+    add("--images_per_client", type=int, default=500, help="images of a client in our own partitions")
     arguments = parser.read(argv)
     if not 0 <= arguments.seed < 2**63:  # partitions have it in their names
         raise ValueError(f"--seed is {arguments.seed}; give a number from 0 to {2**63 - 1}")

@@ -70,23 +70,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     for name in OTHERS:
         share = f"share that becomes {name} ({SHARE}; 0 with the source's own splits)"
         add(f"--{name}_share", type=float, help=share)
-    add("--seed", type=int, help="of the dealing (0)")
+    add("--seed", type=int, help="seed of the drawn splits (0)")
     add("--storage", choices=("jpeg", "raw"), help="the original bytes, or pixels (jpeg for image files)")
     size = (
         f"raw: side in pixels of the squares, or own: each keeps its size ({SIDE}; of pixels their own side)"
     )
     add("--image_size", type=side_or_own, default=argparse.SUPPRESS, help=size)
     add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded (full)")
-    add(
-        "--jpeg_quality", type=int, default=95, help="of PNG, WebP, GIF, BMP and TIFF images, made JPEGs (95)"
-    )
-    add("--background", choices=BACKGROUNDS, default="white", help="below transparent images (white)")
+    add("--jpeg_quality", type=int, default=95, help="quality of JPEGs made of other formats (95)")
+    add("--background", choices=BACKGROUNDS, default="white", help="colour behind transparent images (white)")
     add("--upright", action="store_true", help=UPRIGHT)
     bad = "leave out, and list in the file, images that are missing; these and damaged ones; or none (fail)"
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
     nobody = "skip: users whom the source lists without an image are left out and counted (fail)"
     add("--on_empty_user", choices=("fail", "skip"), default="fail", help=nobody)
-    add("--licence", metavar="TEXT", default="the source's", help="of the images, for the file")
+    add("--licence", metavar="TEXT", default="the source's", help="licence of the images, kept in the file")
     add("--workers", type=int, default=cores(), help="threads (one for each core)")
 
 
@@ -179,7 +177,7 @@ def _hf(arguments: argparse.Namespace) -> Found:
 def _add_hf(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", type=Path, required=True, help="a folder, or a .parquet or .arrow file")
-    add("--client_column", help="whose each image is: text, or whole numbers")
+    add("--client_column", help="the client of each image: text, or whole numbers")
     add("--image_column", default="image", help="the images' bytes (image)")
     add("--label_column", default="label", help="a class, its name or its number, or a list of them (label)")
     add("--fine_column", help="the same of finer labels")
@@ -205,7 +203,7 @@ def _tff(arguments: argparse.Namespace) -> Found:
 
 def _add_tff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, required=True, help="a folder with *_train.h5, ..., or a file")
-    parser.add_argument("--prefix", help="of SQLite's splits, where there are several: all, digits_only")
+    parser.add_argument("--prefix", help="set in the SQLite file, where there are several: all, digits_only")
 
 
 def _npz(arguments: argparse.Namespace) -> Found:
@@ -241,7 +239,7 @@ def _add_flamby(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--images", type=Path, required=True, help="the folder ISIC_2019_Training_Input_preprocessed")
     add("--labels", type=Path, required=True, help="the CSV")
-    add("--suffix", default=".jpg", help="of the images' files (.jpg)")
+    add("--suffix", default=".jpg", help="suffix of the images' files (.jpg)")
 
 
 def _fedscale(arguments: argparse.Namespace) -> Found:

@@ -53,7 +53,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--source", default="hf", help="hf: apple/flair on Hugging Face; apple: Apple's; or a folder")
     add("--not_group_data_by_user", action="store_true", help="keep the source's order (centralised)")
-    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP, GIF, BMP and TIFF images, made JPEGs")
+    add(
+        "--jpeg_quality", type=int, default=95, help="quality of JPEGs made from PNG, WebP, GIF, BMP and TIFF"
+    )
     add("--upright", action="store_true", help=UPRIGHT)
     add("--background", choices=BACKGROUNDS, default="white", help="below transparent images")
     bad = "skip leaves them out and lists them"

@@ -287,6 +287,7 @@ class SingleLabelView(_View):
         if self.dealt is None and self.partition is not None and known_as(self.partition, names) not in names:
             known = ", ".join(self.partition_names) or "none, only its own users (partition none)"
             known += ", and names of partitions to draw, such as lda-0.1-clients-100-seed-0"
+            known += " (python -m dataset.partitions --help lists all kinds)"
             raise ValueError(f"{self.file.path} has no partition {self.partition!r}; it has {known}")
         if not 0 <= self.val_share < 1:
             raise ValueError(f"val_share is {self.val_share}; give a number of at least 0 and below 1")

@@ -116,7 +116,7 @@ class WithControls(OnPfl):
         if state > most:
             raise ValueError(
                 f"{cls.title} keeps a copy of the model for each of {setup.touched:,} users, which is "
-                f"{state:,.1f} GB, above {cls.state_key} = {most:g}: raise this limit, or choose "
+                f"{state:,.1f} GB on disk, above {cls.state_key} = {most:g}: raise this limit, or choose "
                 "algorithm fedavg or fedprox"
             )
 

@@ -169,8 +169,8 @@ class Personalised(ServerModelAlgorithm):
             numbers = state // (4 * setup.touched)
             raise ValueError(
                 f"{cls.__name__} keeps {numbers:,} numbers for each of {setup.touched:,} users, which "
-                f"is {state / 1e9:,.1f} GB, above federated.options.max_state_gb = {most:g}: raise this "
-                "limit, or make fewer variables personal"
+                f"is {state / 1e9:,.1f} GB on disk, above federated.options.max_state_gb = {most:g}: raise "
+                "this limit, or make fewer variables personal"
             )
 
     @classmethod

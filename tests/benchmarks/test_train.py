@@ -335,6 +335,8 @@ def test_another_config_may_not_take_over_a_run(
         (["--config=fl-f-17", "--weights=pyproject.toml"], "pyproject.toml"),
         (["--weights=pyproject.toml"], "--weights can be used only if pretrained weights are loaded: add"),
         (["--local.batch_sise=3"], "did you mean local.batch_size?"),
+        (["--rounds=3"], " or federated.num_rounds or evaluation.every_rounds?"),
+        (["--arch=lenet"], "did you mean model.arch?"),
         (
             ["--federated.algorithm=scaffold", "--federated.max_state_gb=0.0001"],
             "above federated.max_state_gb = 0.0001",

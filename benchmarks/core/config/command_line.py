@@ -169,8 +169,8 @@ class CommandLine:
                 raise ValueError(f"--{key}: --{section} has already been given a value")
         for key, value in _pairs(unknown).items():
             if not key.startswith(self._open):  # what is within a mapping, no type declares
-                near = difflib.get_close_matches(key, [*self._hints, *Options.model_fields], 1)
-                hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
+                near = _like(key, [*self._hints, *Options.model_fields])
+                hint = f"did you mean {' or '.join(near)}?" if near else "--help lists the keys"
                 raise ValueError(f"there is no config key {key}; {hint}")
             setattr(found, key, value)
         return found
@@ -211,3 +211,12 @@ class CommandLine:
         self._parser.prog, self._parser.description = program, text
         whole = f"{self._parser.format_help()}\n{options_help(self._kind, describe, LAYOUT)}"
         return re.sub(r"(\(default:\s+)None\)", r"\1none)", whole)
+
+
+def _like(key: str, known: Sequence[str]) -> Sequence[str]:
+    """The known keys that a wrong one may mean. Without a section, that is any key of this name, or else any
+    with this word in its name: ``rounds`` may mean ``federated.num_rounds``."""
+    names = {each: each.rpartition(".")[2] for each in known}
+    same = [each for each, name in names.items() if name == key]
+    with_word = [each for each, name in names.items() if key in name.split("_")]
+    return same or with_word or difflib.get_close_matches(key, known, 1)

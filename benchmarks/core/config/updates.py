@@ -128,7 +128,7 @@ def check_kept(config: TrainingConfig, setup: Setup) -> None:
     errors = error_bytes(config, setup) / 1e9
     if errors and errors > options.max_state_gb:
         raise ValueError(
-            f"error feedback keeps {errors:,.1f} GB for {setup.touched:,} users, above "
+            f"error feedback keeps {errors:,.1f} GB on disk for {setup.touched:,} users, above "
             f"compression.options.max_state_gb = {options.max_state_gb:g}: raise this limit, set "
             "compression.kind to random_k or uniform, or set compression.options.error_feedback to "
             "false"
@@ -137,7 +137,7 @@ def check_kept(config: TrainingConfig, setup: Setup) -> None:
     most = getattr(rule, "max_state_gb", None)
     if most is not None and cohort * size > most:
         raise ValueError(
-            f"the updates of a round with {cohort:,} users take {cohort * size:,.1f} GB, above "
+            f"the updates of a round with {cohort:,} users take {cohort * size:,.1f} GB on disk, above "
             f"aggregation.options.max_state_gb = {most:g}: raise this limit, or set aggregation.kind to "
             "norm_bound"
         )

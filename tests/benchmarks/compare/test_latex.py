@@ -21,7 +21,14 @@ from tests.benchmarks.made_runs import LOCALLY, make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
 COMMAND = re.compile(r"\\(?:[A-Za-z]+(?![A-Za-z])|[^A-Za-z])")
-MATHS = re.compile(r"\$(?:n|n = \d+|\^\\dagger|\\pm|-|\\varepsilon|\\delta)\$")
+MATHS = re.compile(
+    r"\$(?:n|n = \d+|\^\\dagger|\\pm|-|\\varepsilon|\\delta|(?:([\d.]+) \\times )?10\^\{(-\d+)\})\$"
+)
+
+
+def e_form(power: re.Match[str]) -> str:
+    """``8.4e-6`` for what LaTeX prints as a multiple of a power of ten."""
+    return f"{power[1] or 1}e{power[2]}"
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -91,6 +98,7 @@ def test_every_number_follows_from_the_csv(folder: Path) -> None:
         r"worst decile, users' O-AP exact, new (\%)",
         r"$\varepsilon$", r"$\delta$", "MB", "rounds or epochs",
     ]  # fmt: skip
+    assert any(r" \times 10^{-" in row[8] for row in rows)
     groups = [group.label for group in comparison.groups]
     assert [row[0] for row in rows] == [escaped(label) for label in groups]
     for label, row in zip(groups, rows, strict=True):
@@ -102,7 +110,10 @@ def test_every_number_follows_from_the_csv(folder: Path) -> None:
         assert plain[4:7] == [words(values(label, f"{users}{kind}", name)) for kind, name in kinds.items()]
         of_group = [one for one in found if one["group"] == label]
         spent = [float(one["value"]) for one in of_group if one["section"] == "privacy"]
-        shown = {float(number) for number in re.findall(r"\b\d[\d.e-]*", " ".join(plain[7:9]))}
+        shown = {
+            float(number)
+            for number in re.findall(r"\b\d[\d.e-]*", f"{plain[7]} {MATHS.sub(e_form, plain[8])}")
+        }
         assert shown <= {float(rounded_up(number)) for number in spent}
         assert (len(shown) > 2) == label.startswith("PFL")
         sent = values(label, "bytes", "the whole run")

@@ -98,10 +98,7 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
     "argv, message",
     [
         (["--federated.options.alpha=0"], "federated.options.alpha is '0': "),
-        (
-            ["--federated.options.max_state_gb=0.0001"],
-            "FedDyn keeps a copy of the model for each of",
-        ),
+        (["--federated.options.max_state_gb=0.0001"], " GB on disk, above federated.options.max_state_gb"),
         (["--federated.mu=0.1"], "--federated.mu has no effect where federated.algorithm is feddyn"),
         (["--federated.max_state_gb=1"], "--federated.max_state_gb has no effect where"),
         (["--federated.replacement=true"], "FedDyn keeps one vector for each user, so a user must not be"),

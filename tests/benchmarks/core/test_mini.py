@@ -27,8 +27,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "argv, present, message",
     [
-        ([], False, "no FLAIR file (make flair-data gets it): running on the embedded mini data set"),
-        (["--data_path=mini"], True, "--data_path mini: running on the embedded mini data set"),
+        ([], False, "no FLAIR file (make flair-data gets it): using the mini data set of synthetic images"),
+        (["--data_path=mini"], True, "--data_path mini: using the mini data set of synthetic images"),
         ([], True, ""),
     ],
 )
@@ -43,7 +43,7 @@ def test_the_reason_for_the_mini_set_is_said_once(
     words, path = Flair.resolve_data(argv)
     Flair.ready_data(parse_flair(words), path)
     assert path == (MINI_FILE if message else SOURCE.path)
-    assert capsys.readouterr().out == (f"{message}, {MINI_FILE}, at laptop scale\n" if message else "")
+    assert capsys.readouterr().out == (f"{message}, {MINI_FILE}\n" if message else "")
     assert path.exists()
 
 

@@ -108,7 +108,7 @@ def test_compare_ranks_and_labels_as_the_task_declares(
     page = (out / "compare.html").read_text()
     assert "MAE (turns)" in page
     assert "0.500 turns MAE on val, as asked for" in page
-    assert "or below it where lower is better (MAE)" in page
+    assert "from above where lower is better (MAE)" in page
     assert "MAE (%)" not in page
     users = {row["measure"] for row in every if "users' MAE" in row["section"]}
     assert {"worst decile", "best decile"} <= users
@@ -181,7 +181,9 @@ def test_a_run_of_rotation_is_compared_and_predicted_as_it_is(
     words = [str(folder / "rotation"), f"--output_dir={tmp_path / 'out'}"]
     monkeypatch.delenv("FL_IMPORT", raising=False)
     assert run(compare, words) == 2
-    assert "if it is of a benchmark of your own, set FL_IMPORT to the file of that" in error_line(capsys)
+    said = error_line(capsys)
+    assert "if it is of a benchmark of your own, set FL_IMPORT to the file of that" in said
+    assert "make the run again" not in said
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("FL_IMPORT", "tests.benchmarks.core.rotation")
     assert run(compare, words) == 0

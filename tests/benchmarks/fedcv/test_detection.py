@@ -203,7 +203,7 @@ def test_a_loss_of_boxes_that_depends_on_other_images_is_not_private(
         (["--data.scored=test", "--data.val_share=0.1"], "data.val_share has no effect if data.scored is"),
         (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model by its test score"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
-        (["--data.partition=nope"], "has no partition 'nope'"),
+        (["--data.partition=nope"], "(python -m dataset.partitions --help lists all kinds)"),
         (["--augment.padding=reflect"], "boxes cannot be mirrored at the border of an image: set it to zero"),
         (["--model.init=keras"], "a chance of 1/2 at every place of an image: choose torchvision"),
         (

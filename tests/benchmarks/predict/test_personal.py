@@ -164,7 +164,7 @@ def test_what_is_refused(
         new = next(user for user in file.split("train").user_ids if user not in seen)
     capsys.readouterr()
     for directory, user, reason in (
-        (average, seen[0], "keep no variables (fedavg): leave --user out"),
+        (average, seen[0], "have no models of their own (fedavg): leave --user out"),
         (none, seen[0], "keeps nothing, as federated.options.personal is none: leave --user out"),
         (personal, new, f"--user {new} took part in no round: leave --user out for the server's model"),
         (personal, "nobody", "no training user with this id; the 12 ids are like "),

@@ -84,6 +84,16 @@ def test_a_fixed_clipping_bound_has_no_panel(
     assert drawn[0].axes[-1].get_ylabel() == "fraction of updates clipped"
 
 
+def test_rounds_have_whole_ticks(drawn: list[Figure]) -> None:
+    """An axis of 20 rounds had ticks at 2.5 and 7.5."""
+    lines = [{"round": k, "privacy": {"fraction clipped": k / 20}, "val": {"loss": 1.0}} for k in range(20)]
+    plots.privacy_curves(lines, "t", Path("p"))
+    plots.training_curve(lines, "round", [], "t", Path("p"))
+    for figure in drawn:
+        ticks = figure.axes[0].get_xticks()
+        assert (ticks == ticks.round()).all()
+
+
 def test_a_release_with_the_bound_alone_has_its_panel(drawn: list[Figure]) -> None:
     plots.privacy_curves([{"round": 0, "privacy": {"clipping bound": 0.1}}], "t", Path("p"))
     assert [axes.get_ylabel() for axes in drawn[0].axes] == ["clipping bound (L2)"]

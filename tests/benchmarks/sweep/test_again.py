@@ -17,7 +17,9 @@ from tests.benchmarks.sweep.conftest import SHORT
 from tests.benchmarks.sweep.test_space import written
 from tests.launching import environment, warmly
 
-SAID = re.compile(r"the best trial again, by another seed and scored on test:\n  python -m (\S+) (.*)\n")
+SAID = re.compile(
+    r"to train the best trial again, with another seed and scored on test:\n  python -m (\S+) (.*)\n"
+)
 HELD_OUT = ("--data.scored=val", "--data.val_share=0.3", "--evaluation.best_by=accuracy")
 LOCALLY = ("--local_privacy.epsilon=4", "--federated.weighting=users")
 

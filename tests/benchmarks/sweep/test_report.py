@@ -61,7 +61,10 @@ def test_the_table_says_which_model_a_test_score_is_of(
     rows = [dataclasses.replace(some_rows()[0], test=1.0, test_step=test_step)]
     metric = Metric("val/C-AP", "maximize")
     line = dict(zip(*table(rows, ["b"], metric, "C-AP")))
-    assert (line["at"], line["test at"]) == ("3", "" if test_step is None else str(test_step))
+    assert (line["at round/epoch"], line["test at round/epoch"]) == (
+        "3",
+        "" if test_step is None else str(test_step),
+    )
     note = other_models(rows, metric, best_by)
     assert note.endswith(said)
     assert bool(note) == bool(said)
