@@ -51,3 +51,11 @@ def test_users_share_a_pass_only_where_each_has_the_gradient_that_it_has_alone(k
     module = ImageClassifier(net, task=SingleLabel(), input_size=8)
     assert fusable(module, TapedNetwork(module.backbone)) == (kind == "plain")
     assert not net.last.weight.any()
+
+
+def test_a_gradient_that_is_only_rounding_does_not_keep_users_apart() -> None:
+    """A bias before a norm of each channel has none: a run that is taken up would train in another way."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.Flatten(), nn.Linear(8 * 6 * 6, 3))
+    module = ImageClassifier(net, task=SingleLabel(), input_size=8)
+    assert fusable(module, TapedNetwork(module.backbone))
