@@ -10,7 +10,6 @@ Algorithms with a model for each user write ``clients`` themselves, in the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,6 @@ def scores_of_users(
     Returns:
         By kind, as `Scores.summary` has it for the model ``server``, and the ``split``; empty without users.
     """
-    partition, train = experiment.partition(), inputs.split("train")
-    trained = set(train.user_ids if partition is None else partition.user_ids)
-    of_file = experiment.protected().partition is None
-    if of_file:
-        trained = in_all_splits(trained)
     found, rows = {}, list[Tree]()
     for kind, splits in ORDER.items():
         for name in splits:
@@ -59,10 +53,7 @@ def scores_of_users(
             if name != "val" and name not in experiment.final_splits:
                 continue
             store = inputs.split(name)
-            # the users of another split are the file's: a client of the same name is somebody else
-            images = experiment.split(name)
-            carved = isinstance(images, Split) and images.file_split == PARTITIONED
-            users = _users(store, trained if of_file or carved else set(), kind == "seen")
+            users = _users(store, trained_users(experiment, name), kind == "seen")
             if len(users) > 1:
                 scores = _scored(store, users, model)
                 found[kind] = {"split": name, **scores.summary(["server"])}
@@ -73,9 +64,22 @@ def scores_of_users(
     return {"clients": found} if found else {}
 
 
-def in_all_splits(users: Collection[str]) -> set[str]:
-    """The ids of training users, and those that they have in val and test, of which images may be theirs."""
-    return {*users, *(in_another_split(user, split) for user in users for split in SPLITS[1:])}
+def trained_users(experiment: Experiment[Any], split: str) -> set[str]:
+    """The users who have training images, by the ids that they have in a split.
+
+    These are the file's own users, also where a drawn partition deals their images to clients: a client has
+    the name of nobody in another split of the file. Only a val that is carved from train belongs to clients.
+    """
+    train, partition, images = experiment.split("train"), experiment.partition(), experiment.split(split)
+    clients = (train if partition is None else partition).user_ids
+    if isinstance(images, Split) and images.file_split == PARTITIONED:
+        return set(clients)
+    users = set(clients) if experiment.protected().partition is None else set[str]()
+    if isinstance(train, Split):
+        index = experiment.file.split(train.file_split)
+        rows = train.file_rows if partition is None else train.file_rows[partition.rows]
+        users |= {index.user_ids[user] for user in np.unique(index.user_index[rows]).tolist()}
+    return {*users, *(in_another_split(user, other) for user in users for other in SPLITS[1:])}
 
 
 def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:

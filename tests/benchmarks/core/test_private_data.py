@@ -152,12 +152,17 @@ def test_users_of_a_partition_have_their_own_images(
     assert "data.partition gives an image of user " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_they_count_as_seen_where_users_are_scored_by_themselves(by_images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("partition", ["none", "iid-clients-6-seed-0"])
+def test_they_count_as_seen_where_users_are_scored_by_themselves(
+    partition: str, by_images: Path, tmp_path: Path
+) -> None:
+    """Also where their images were dealt to clients."""
     words = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
     run_words = (
         *words,
         *TWO_USERS,
         "--model.input_size=20",
+        f"--data.partition={partition}",
         f"--data_path={by_images}",
         f"--run_dir={tmp_path}",
     )
