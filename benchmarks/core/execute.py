@@ -39,6 +39,7 @@ from benchmarks.core.own_code import own_code
 from benchmarks.core.private_data import check_private_data, check_private_loss
 from benchmarks.core.recorder import Checkpoints, Recorder
 from benchmarks.core.run_directory import RunDirectory, directory_of
+from benchmarks.core.said_once import said_once
 from benchmarks.core.secret import statement_path
 from benchmarks.core.tracking import Tracking
 from benchmarks.reporting.tables import text_table
@@ -133,11 +134,14 @@ def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: st
         print(kind.benchmark.help(text, f"python -m {module}"))
         return
     logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting logs each RDP order that it skips
-    run, words, data_path = kind.resolve(argv)
-    with started(run.runtime):
-        kind.ready_data(run, data_path)
-        network = network_words(kind.benchmark, words, lambda either: [directory_of(either, data_path)], run)
-        execute(kind.benchmark.parse([*words, *network]) if network else run, data_path, kind)
+    with said_once():
+        run, words, data_path = kind.resolve(argv)
+        with started(run.runtime):
+            kind.ready_data(run, data_path)
+            network = network_words(
+                kind.benchmark, words, lambda either: [directory_of(either, data_path)], run
+            )
+            execute(kind.benchmark.parse([*words, *network]) if network else run, data_path, kind)
 
 
 def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile], Experiment[Any]]) -> None:
