@@ -172,7 +172,7 @@ class FedBuff(Algorithm[Buffered]):
     def round(self, state: Buffered, number: int) -> tuple[Buffered, dict[str, Any]]:
         """Train the users of a buffer, each from its own version, and make the server's step."""
         step, newest = self.steps[number], state.versions[number]
-        total = {name: torch.zeros_like(w) for name, w in newest.items()}
+        total = {n: torch.zeros_like(w, dtype=self.context.accumulate) for n, w in newest.items()}
         whole = sum(float(self._weights[job.user]) for job in step.jobs)
         seen: list[dict[str, Any]] = []
         for place, (version, users) in enumerate(step.by_version().items()):
