@@ -61,7 +61,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("file", type=Path, help="of images, as the data sets' commands make it")
-    parser.add_argument("--output", type=Path, help="the page; by default FILE with the suffix .html")
+    parser.add_argument(
+        "--output", "--output_file", type=Path, help="the page; by default FILE with the suffix .html"
+    )
     parser.add_argument("--split", default=PARTITIONED, help="train, val or test (default: train)")
     parser.add_argument("--partition", help="whose images they are: of the file, or drawn by its name")
     parser.add_argument("--users", type=int, default=12, help="that are shown (default: 12)")
