@@ -10,6 +10,7 @@ Algorithms with a model for each user write ``clients`` themselves, in the same 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.features import Inputs
 from dataset.arrays import IntArray
-from dataset.store.index import SPLITS, in_another_split
+from dataset.store.index import in_another_split
 from dataset.store.views import PARTITIONED, Split
 from pfl_ext.algorithms.own_images import Scores, write_users
-from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.federated_dataset import ImageStore, natural_partition
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.workers.distributed import apart, begin_work, current, is_main
 
@@ -52,37 +53,41 @@ def scores_of_users(
                 continue  # it is test, by another name
             if name != "val" and name not in experiment.final_splits:
                 continue
-            store = inputs.split(name)
-            users = _users(store, trained_users(experiment, name), kind == "seen")
+            store, trained = inputs.split(name), trained_users(experiment, name)
+            users = _users(store, trained, kind == "seen")
             if len(users) > 1:
                 scores = _scored(store, users, model)
                 found[kind] = {"split": name, **scores.summary(["server"])}
-                rows += scores.each(kind, name, [store.user_ids[user] for user in users.tolist()])
+                ids = [store.user_ids[user] for user in users.tolist()]
+                rows += scores.each(kind, name, {user: trained.get(user, 0) for user in ids})
                 break
     if rows and is_main():
         write_users(directory, rows)
     return {"clients": found} if found else {}
 
 
-def trained_users(experiment: Experiment[Any], split: str) -> set[str]:
-    """The users who have training images, by the ids that they have in a split.
+def trained_users(experiment: Experiment[Any], split: str) -> dict[str, int]:
+    """How many training images the users have who have any, by the ids that they have in a split.
 
     These are the file's own users, also where a drawn partition deals their images to clients: a client has
     the name of nobody in another split of the file. Only a val that is carved from train belongs to clients.
     """
     train, partition, images = experiment.split("train"), experiment.partition(), experiment.split(split)
-    clients = (train if partition is None else partition).user_ids
+    owners = natural_partition(train) if partition is None else partition
+    clients = dict(zip(owners.user_ids, owners.sizes.tolist()))
     if isinstance(images, Split) and images.file_split == PARTITIONED:
-        return set(clients)
-    users = set(clients) if experiment.protected().partition is None else set[str]()
+        return clients
+    users = dict[str, int]()
     if isinstance(train, Split):
         index = experiment.file.split(train.file_split)
-        rows = train.file_rows if partition is None else train.file_rows[partition.rows]
-        users |= {index.user_ids[user] for user in np.unique(index.user_index[rows]).tolist()}
-    return {*users, *(in_another_split(user, other) for user in users for other in SPLITS[1:])}
+        found, counts = np.unique(index.user_index[train.file_rows[owners.rows]], return_counts=True)
+        users = {index.user_ids[user]: count for user, count in zip(found.tolist(), counts.tolist())}
+    if experiment.protected().partition is None:
+        users |= clients
+    return users | {in_another_split(user, split): count for user, count in users.items()}
 
 
-def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:
+def _users(store: ImageStore, trained: Collection[str], seen: bool) -> IntArray:
     """The numbers of the users with images, who have training images, or have none."""
     kind = np.array([(user in trained) == seen for user in store.user_ids], bool)
     return np.flatnonzero(kind & (np.diff(store.user_offsets) > 0)).astype(np.int64)

@@ -263,7 +263,7 @@ class Clients:
         model, rate = self.model(weights), self._context.server_rate(number)
         for group in model._central_optimizer.param_groups:
             group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
-        update = {name: mean[name].to(w.dtype) for name, w in weights.items()}
+        update = {name: part.to(weights[name].dtype) for name, part in mean.items()}
         model.apply_model_update(MappedVectorStatistics(update))
         return rate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -170,8 +171,13 @@ def test_they_count_as_seen_where_users_are_scored_by_themselves(
         assert run(main, run_words) == 0
     found = results(tmp_path)["clients"]
     assert list(found) == ["seen"]
+    rows = csv.DictReader((tmp_path / "clients.csv").read_text().splitlines())
+    trained = {row["user"]: int(row["training_images"]) for row in rows}
     with DataFile(by_images) as file:
-        assert found["seen"]["users"] == file.split("val").num_users
+        train = file.split("train")
+        sizes = dict(zip(train.user_ids, np.diff(train.user_offsets).tolist()))
+        assert found["seen"]["users"] == len(trained) == file.split("val").num_users
+        assert trained == {user: sizes[user.partition("-")[2]] for user in trained}
 
 
 def test_a_user_of_two_splits_is_known_by_name() -> None:
