@@ -59,7 +59,7 @@ from pfl_ext.models.trained import untrained_head
 from pfl_ext.models.weights import drawn_in, some
 from pfl_ext.tasks import score_kinds
 from pfl_ext.tasks.task import Task
-from pfl_ext.workers.distributed import connected, current, from_main, is_main
+from pfl_ext.workers.distributed import connected, current, from_any, from_main, is_main
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"
 """The environment variable from which pfl takes its device."""
@@ -311,6 +311,8 @@ def _train(
                 model = train_federated(run, train, val, inputs.module, recorder, partition, protected)
             else:
                 model = train_centralised(run, train, val, inputs.module, recorder)
+            asked = from_any(recorder.held.number)  # all stop, or none
+            recorder.held.number = asked or recorder.held.number  # which may be of this moment
         scores = final_scores(experiment, recorder, model, inputs, module)
         if is_main():
             results = _write_results(experiment, recorder, {**scores, **facts}, module, data_path)
