@@ -48,7 +48,7 @@ def test_a_killed_run_of_adapters_of_attention_goes_on_and_its_users_are_scored(
 
 @pytest.mark.usefixtures("own_vit")
 def test_a_head_on_attention_and_adapters_learns_on_features_what_it_does_on_images(train: Train) -> None:
-    """Of a model whose adapters were merged."""
+    """The network starts from a model whose adapters were merged."""
     first = train(*VIT, "--federated.num_rounds=1", name="adapters") / "model.safetensors"
     head = ("--model.arch=own_vit", "--model.trained=head", "--model.pretrained=true", f"--weights={first}")
     same = ("--data.image_size=18", "--augment.flip=none", "--runtime.accumulate=fp64")
