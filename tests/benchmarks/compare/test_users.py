@@ -11,9 +11,10 @@ from benchmarks.compare.latex import latex
 from benchmarks.compare.reading import compare
 from benchmarks.compare.tables import facts
 from benchmarks.core.config.trees import Tree
+from benchmarks.flair.paper import FLAIR_IMAGES, FLAIR_USERS
 from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
 from tests.benchmarks.compare.test_latex import rows_of
-from tests.benchmarks.made_runs import FLAIR, make_run
+from tests.benchmarks.made_runs import make_run
 
 SCORES = {"O-AP": np.array([10.0, 90.0, 40.0]), "loss": np.array([0.1, 3.0, 1.0])}
 
@@ -110,9 +111,8 @@ def test_users_of_other_data_are_not_those_of_a_run(tmp_path: Path) -> None:
         name: make_run(tmp_path / name, "fl-r-17", f"--local.learning_rate={rate}")
         for name, rate in (("own", 0.1), ("other", 0.2))
     }
-    shares = {"own": FLAIR["images"]["test"], "other": 10}
-    for name, total in shares.items():
-        count = FLAIR["users"]["test"]
+    count = FLAIR_USERS["test"]
+    for name, total in {"own": FLAIR_IMAGES["test"], "other": count}.items():
         images = [1] * (count - 1) + [total - count + 1]
         whole = {
             "split": "test",

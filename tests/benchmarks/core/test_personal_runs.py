@@ -71,8 +71,8 @@ def test_it_is_killed_and_goes_on_bit_for_bit(
     rows = csv.DictReader((whole / "clients.csv").read_text().splitlines())
     own = {row["user"]: int(row["images"]) + int(row["training_images"]) for row in rows}
     with DataFile(mini_file) as file:
-        train = file.split("train")
-        sizes = dict(zip(train.user_ids, np.diff(train.user_offsets).tolist()))
+        split = file.split("train")
+        sizes = dict(zip(split.user_ids, np.diff(split.user_offsets).tolist()))
     assert own == {user: size for user, size in sizes.items() if size > 1}
     assert set(clients["seen"]) > {"personal", "server"}
     assert ("personal" in clients["new"]) == (name == "fedper"), "new users are tuned, or have the server's"

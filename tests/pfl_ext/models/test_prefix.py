@@ -89,8 +89,10 @@ def test_what_cannot_be_run_apart_says_why(config: dict[str, Any], why: str) -> 
 def test_a_network_that_takes_nothing_but_images_says_why() -> None:
     """torchvision's transformers cut an image into patches in ``forward``; the reason was Python's own."""
     whole = last_blocks(arch="lenet")
-    whole.backbone = VisionTransformer(whole.input_size, whole.input_size // 2, 2, 2, 8, 8, num_classes=5)
-    whole.backbone.requires_grad_(False).encoder.layers[-1].requires_grad_(True)
+    network = VisionTransformer(whole.input_size, whole.input_size // 2, 2, 2, 8, 8, num_classes=5)
+    network.requires_grad_(False)
+    network.encoder.get_submodule("layers.encoder_layer_1").requires_grad_(True)
+    whole.backbone = network
     with pytest.raises(ValueError, match=r"layers after .*encoder_layer_0 cannot be run by themselves"):
         Prefix(whole)
 
