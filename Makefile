@@ -29,6 +29,7 @@ $(call reads,fedcv-data,ALGORITHM ARGS CONFIG DATASET TASK)
 $(call reads,flair-table1,ARGS DATA SCALE SEEDS SETTINGS WEIGHTS)
 $(call reads,flair-figures,DATA OUT RUNS)
 $(call reads,flair-sweep vision-sweep,ARGS DATA LOCAL NP SWEEP)
+$(call reads,fedcv-sweep,ALGORITHM ARGS CONFIG DATA LOCAL NP SWEEP TASK)
 $(call reads,vision-report fedcv-report compare,ARGS OUT RUNS)
 $(call reads,published,ARGS DATA ROW SEED $(WORKER))
 $(call reads,published-verify,ROW)
@@ -80,7 +81,7 @@ ON      = $(filter-out 0,$(LOCAL))
 .PHONY: bench bench-growth bench-peers opacus-peer
 .PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 .PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
-.PHONY: fedcv-data fedcv-fl fedcv-c fedcv-report
+.PHONY: fedcv-data fedcv-fl fedcv-c fedcv-report fedcv-sweep
 .PHONY: np-given workers-given federated-given one-process dataset-given fedcv-dataset-given fedcv-task-given
 
 help: ## this list
@@ -280,6 +281,11 @@ fedcv-c: one-process fedcv-task-given $(READY) ## centralised training on the sa
 
 fedcv-report: $(READY) ## compare runs of FedCV's tasks with the paper, in one table: RUNS="runs/fedcv", OUT=report
 	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(call path,$(or $(OUT),report)) $(ARGS)
+
+fedcv-sweep: np-given federated-given fedcv-task-given $(READY) ## hyperparameter sweep of a task: TASK=segmentation | detection | classification or CONFIG=street-fl | ..., SWEEP=YAML; LOCAL=1: no wandb
+	@$(PY) -m benchmarks.sweep $(call path,$(SWEEP)) --program benchmarks.fedcv.$(TASK).train \
+	  $(if $(ON),--local true) $(if $(filter-out 1,$(NP)),--np $(NP)) \
+  $(if $(FEDCV_CONFIG),--config $(call path,$(FEDCV_CONFIG))) $(FILE) $(if $(OWN),,$(INSTEAD)) $(ARGS)
 
 ##@ Compare, and reproduce published numbers
 compare: $(READY) ## compare runs of any benchmark in one HTML page, with PNG, CSV and LaTeX: RUNS="a b", OUT=compare

@@ -42,18 +42,42 @@ def only_writer(output: Path, overwrite: bool = True, option: str = "--output_fi
     Raises:
         ValueError: when another process writes it, or it exists and may not.
     """
-    folder = _folder_of(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / "lock"
     refusal = f"another process is writing {output}: wait until it ends, or choose another {option}"
+    with _alone(_folder_of(output) / "lock", refusal):
+        output_file(option, output, overwrite)
+        yield
+
+
+@contextlib.contextmanager
+def only_downloader(folder: Path | None) -> Iterator[None]:
+    """Be the only process that downloads into this folder within the block: another would cut off half files,
+    and delete at its end what this one still reads.
+
+    Args:
+        folder: of ``--download_folder``; None: the one beside the output, which has one writer.
+
+    Raises:
+        ValueError: when another process downloads into it.
+    """
+    if folder is None:
+        yield
+        return
+    refusal = f"another process is downloading into {folder}: wait until it ends, or choose another "
+    with _alone(folder / ".download.lock", refusal + "--download_folder"):
+        yield
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock file within the block; it goes afterwards, and its folder, if that is empty."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock, refusal):
         try:
-            output_file(option, output, overwrite)
             yield
         finally:
             lock.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
+                lock.parent.rmdir()
 
 
 class Journal:

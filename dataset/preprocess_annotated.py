@@ -29,7 +29,7 @@ from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
 from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
-from dataset.journal import only_writer
+from dataset.journal import only_downloader, only_writer
 from dataset.preprocess import UPRIGHT, Options, check_room, checked_places, command_parser, make
 from dataset.store.annotations import BACKGROUND
 from dataset.store.hdf5 import DataFile
@@ -141,7 +141,8 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     spec = specs[arguments.subset] if len(specs) > 1 else next(iter(specs.values()))
     output, folder = checked_places(arguments)
     place = _Place.of(spec, arguments.source, folder)
-    with only_writer(output, arguments.overwrite):  # before the first download
+    downloading = only_downloader(arguments.download_folder)
+    with only_writer(output, arguments.overwrite), downloading:  # before the first download
         _make(place, arguments, output)
 
 

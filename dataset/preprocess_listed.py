@@ -29,7 +29,7 @@ from dataset.fetch.listed import (
 )
 from dataset.fetch.source import Shard, delete_downloads, digest_of
 from dataset.files import write_bytes
-from dataset.journal import only_writer
+from dataset.journal import only_downloader, only_writer
 from dataset.partitions.assignments import NOBODY, deal, partition_of
 from dataset.partitions.geo import geo_partition, leaf_ids, read_coordinates
 from dataset.preprocess import Options, checked_places, command_parser, make
@@ -76,7 +76,8 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     if arguments.coordinates is not None:
         places = read_coordinates(input_file("--coordinates", arguments.coordinates))
         n_max = _sizes(arguments.n_max)
-    with only_writer(output, arguments.overwrite):  # before the first download
+    downloading = only_downloader(arguments.download_folder)
+    with only_writer(output, arguments.overwrite), downloading:  # before the first download
         _make(spec, arguments, folder, places, n_max)
 
 

@@ -134,6 +134,24 @@ def test_the_command_in_the_head_of_a_config_is_read_and_names_that_config(
             assert refused(command, tmp_path, monkeypatch, capsys) is None, path
 
 
+OF_A_FILE = {
+    "benchmarks.predict": "run",
+    "benchmarks.predict.export": "run",
+    "benchmarks.bench.peers": "",
+    "benchmarks.bench.growth": "",
+    "benchmarks.flair.bench": "",
+    "dataset.browse": "f.hdf5",
+}
+"""Commands whose option for the file that they write is ``--output``, each with the words that it needs."""
+
+
+@pytest.mark.usefixtures("stops")
+@pytest.mark.parametrize("module", OF_A_FILE)
+def test_every_command_takes_output_file(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the commands that make data files and weights do."""
+    read(module, [*OF_A_FILE[module].split(), "--output_file=out"], monkeypatch)
+
+
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("checkout", [False, True])
 def test_the_command_that_a_made_file_is_trained_by_is_read(

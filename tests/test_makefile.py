@@ -282,13 +282,20 @@ def test_fedcvs_data_are_those_of_the_task(words: tuple[str, ...], name: str) ->
     assert f"dataset.{name}.download_preprocess --output_file data/{name}.hdf5" in said
 
 
-@pytest.mark.parametrize("target", ["fedcv-data", "fedcv-fl", "fedcv-c"])
+@pytest.mark.parametrize("target", ["fedcv-data", "fedcv-fl", "fedcv-c", "fedcv-sweep"])
 def test_a_wrong_task_is_named_as_such(target: str) -> None:
     """`fedcv-data` called the data set wrong, which nobody had given."""
     done = run_make(ROOT, target, "TASK=wrong")
     assert done.stderr.startswith(
         "error: TASK is 'wrong': choose any of classification detection segmentation"
     )
+
+
+def test_a_sweep_of_fedcv_trains_its_task() -> None:
+    given = ("CONFIG=street-fl", "SWEEP=b c.yaml", "NP=2", "LOCAL=1")
+    called = re.sub(r"[ \\\n]+", " ", run_make(ROOT, "-n", "fedcv-sweep", *given).stdout)
+    program = "--program benchmarks.fedcv.detection.train"
+    assert f"sweep 'b c.yaml' {program} --local true --np 2 --config 'street-fl'" in called
 
 
 @pytest.mark.parametrize("target", SWEEPS)

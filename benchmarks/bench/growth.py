@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--times", default="1,10,100", help="how often FLAIR's users are there")
     parser.add_argument("--val", default="10,100", help="how often the users of val are there")
     parser.add_argument("--folder", type=Path, default=Path("bench/growth"))
-    parser.add_argument("--output", type=Path, default=Path("bench/growth.json"))
+    parser.add_argument("--output", "--output_file", type=Path, default=Path("bench/growth.json"))
     args = parser.parse_args(argv)
     rows = [Row(train=times) for times in _numbers("--times", args.times)]
     rows += [Row(val=times, fine=fine) for times in _numbers("--val", args.val) for fine in (False, True)]

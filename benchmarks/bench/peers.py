@@ -178,7 +178,7 @@ def show(case: str, found: Mapping[str, Tree]) -> None:
 def main(argv: Sequence[str]) -> None:
     """Measure, print a table and write JSON; with ``--side``, one side in this process."""
     parser = OneLineParser(prog="python -m benchmarks.bench.peers", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("bench/peers.json"))
+    parser.add_argument("--output", "--output_file", type=Path, default=Path("bench/peers.json"))
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of a process")
     parser.add_argument("--turns", type=int, default=2, help="processes of each side")
     parser.add_argument("--only", default="", help="cases with this in their name")

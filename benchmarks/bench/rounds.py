@@ -293,7 +293,7 @@ def report_cases(
         ValueError: when no case is meant, or no round is to be counted.
     """
     parser = OneLineParser(prog=f"python -m {module}", description=doc, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("bench/bench.json"))
+    parser.add_argument("--output", "--output_file", type=Path, default=Path("bench/bench.json"))
     parser.add_argument("--cases", choices=sorted(sets), default=None, help="default: gpu on a GPU, else cpu")
     parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each engine")

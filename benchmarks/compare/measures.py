@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,9 +72,9 @@ class Curve(NamedTuple):
 
 
 def _users_file(run: RunRecord) -> Tree:
-    """``per_user.json``, which may be younger than the run; empty where it is missing or damaged."""
+    """``per_user.json``; empty where it is missing, damaged, or of other data than the run's."""
     with suppress(*DAMAGE):
-        return dict(json.loads((run.directory / "per_user.json").read_text(encoding="utf-8")))
+        return run.single_users
     return {}
 
 
@@ -271,7 +270,7 @@ def _bytes_by_step(run: RunRecord, ways: Sequence[str] = ("down", "up")) -> list
 
 
 def _users_of(run: RunRecord, score: str, when: str = "") -> FloatArray | None:
-    """The score of each user that has one, from ``per_user.json``; None where that is missing or damaged."""
+    """The score of each user that has one, from ``per_user.json``; None where that cannot be used."""
     with suppress(*DAMAGE):
         whole = _users_file(run)
         values = (whole["personal"][when] if when else whole)[score]

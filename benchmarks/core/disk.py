@@ -17,16 +17,20 @@ def least_bytes(config: TrainingConfig, module: ImageClassifier, of_users: int) 
     """The least bytes on disk that a run needs for checkpoints, users' states and ``model.safetensors``.
 
     A checkpoint holds the model, the best one, the average over rounds if there is one, and one number
-    (momentum) or two (adaptive optimisers) for each trained parameter. Frozen layers are
-    counted in ``model.safetensors`` alone: a run on features leaves them out of its checkpoints.
+    (momentum) or two (adaptive optimisers) for each trained parameter, unless the algorithm has no such
+    optimiser. Frozen layers are counted in ``model.safetensors`` alone: a run on features leaves them out of
+    its checkpoints.
 
     Args:
         config: of the run.
         module: the network before its first step.
         of_users: see `pfl_ext.algorithms.algorithm.Choice.state_bytes`.
     """
-    server: OptimizerConfig = config.server if config.mode == "federated" else config.centralised
+    is_federated = config.mode == "federated"
+    server: OptimizerConfig = config.server if is_federated else config.centralised
     moments = (1 if server.momentum else 0) if server.optimizer == "sgd" else 2
+    if is_federated and "server." in config.federated.chosen.idle.split():
+        moments = 0
     averages = config.evaluation.average != "none"
     whole: int = sum(tensor.nbytes for tensor in module.state_dict().values())
     return CHECKPOINTS * (2 + moments + averages) * trained_bytes(module) + whole + of_users

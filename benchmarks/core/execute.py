@@ -39,6 +39,7 @@ from benchmarks.core.own_code import own_code
 from benchmarks.core.private_data import check_private_data, check_private_loss
 from benchmarks.core.recorder import Checkpoints, Recorder
 from benchmarks.core.run_directory import RunDirectory, directory_of
+from benchmarks.core.said_once import said_once
 from benchmarks.core.secret import statement_path
 from benchmarks.core.tracking import Tracking
 from benchmarks.reporting.tables import text_table
@@ -58,7 +59,7 @@ from pfl_ext.models.trained import untrained_head
 from pfl_ext.models.weights import drawn_in, some
 from pfl_ext.tasks import score_kinds
 from pfl_ext.tasks.task import Task
-from pfl_ext.workers.distributed import connected, current, from_main, is_main
+from pfl_ext.workers.distributed import connected, current, from_any, from_main, is_main
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"
 """The environment variable from which pfl takes its device."""
@@ -133,11 +134,14 @@ def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: st
         print(kind.benchmark.help(text, f"python -m {module}"))
         return
     logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting logs each RDP order that it skips
-    run, words, data_path = kind.resolve(argv)
-    with started(run.runtime):
-        kind.ready_data(run, data_path)
-        network = network_words(kind.benchmark, words, lambda either: [directory_of(either, data_path)], run)
-        execute(kind.benchmark.parse([*words, *network]) if network else run, data_path, kind)
+    with said_once():
+        run, words, data_path = kind.resolve(argv)
+        with started(run.runtime):
+            kind.ready_data(run, data_path)
+            network = network_words(
+                kind.benchmark, words, lambda either: [directory_of(either, data_path)], run
+            )
+            execute(kind.benchmark.parse([*words, *network]) if network else run, data_path, kind)
 
 
 def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile], Experiment[Any]]) -> None:
@@ -307,6 +311,8 @@ def _train(
                 model = train_federated(run, train, val, inputs.module, recorder, partition, protected)
             else:
                 model = train_centralised(run, train, val, inputs.module, recorder)
+            asked = from_any(recorder.held.number)  # all stop, or none
+            recorder.held.number = asked or recorder.held.number  # which may be of this moment
         scores = final_scores(experiment, recorder, model, inputs, module)
         if is_main():
             results = _write_results(experiment, recorder, {**scores, **facts}, module, data_path)

@@ -21,10 +21,10 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.features import Inputs
 from dataset.arrays import IntArray
-from dataset.store.index import SPLITS, in_another_split
+from dataset.store.index import in_another_split
 from dataset.store.views import PARTITIONED, Split
 from pfl_ext.algorithms.own_images import Scores, write_users
-from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.federated_dataset import ImageStore, natural_partition
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.workers.distributed import apart, begin_work, current, is_main
 
@@ -46,11 +46,6 @@ def scores_of_users(
     Returns:
         By kind, as `Scores.summary` has it for the model ``server``, and the ``split``; empty without users.
     """
-    partition, train = experiment.partition(), inputs.split("train")
-    trained = set(train.user_ids if partition is None else partition.user_ids)
-    of_file = experiment.protected().partition is None
-    if of_file:
-        trained = in_all_splits(trained)
     found, rows = {}, list[Tree]()
     for kind, splits in ORDER.items():
         for name in splits:
@@ -58,27 +53,41 @@ def scores_of_users(
                 continue  # it is test, by another name
             if name != "val" and name not in experiment.final_splits:
                 continue
-            store = inputs.split(name)
-            # the users of another split are the file's: a client of the same name is somebody else
-            images = experiment.split(name)
-            carved = isinstance(images, Split) and images.file_split == PARTITIONED
-            users = _users(store, trained if of_file or carved else set(), kind == "seen")
+            store, trained = inputs.split(name), trained_users(experiment, name)
+            users = _users(store, trained, kind == "seen")
             if len(users) > 1:
                 scores = _scored(store, users, model)
                 found[kind] = {"split": name, **scores.summary(["server"])}
-                rows += scores.each(kind, name, [store.user_ids[user] for user in users.tolist()])
+                ids = [store.user_ids[user] for user in users.tolist()]
+                rows += scores.each(kind, name, {user: trained.get(user, 0) for user in ids})
                 break
     if rows and is_main():
         write_users(directory, rows)
     return {"clients": found} if found else {}
 
 
-def in_all_splits(users: Collection[str]) -> set[str]:
-    """The ids of training users, and those that they have in val and test, of which images may be theirs."""
-    return {*users, *(in_another_split(user, split) for user in users for split in SPLITS[1:])}
+def trained_users(experiment: Experiment[Any], split: str) -> dict[str, int]:
+    """How many training images the users have who have any, by the ids that they have in a split.
+
+    These are the file's own users, also where a drawn partition deals their images to clients: a client has
+    the name of nobody in another split of the file. Only a val that is carved from train belongs to clients.
+    """
+    train, partition, images = experiment.split("train"), experiment.partition(), experiment.split(split)
+    owners = natural_partition(train) if partition is None else partition
+    clients = dict(zip(owners.user_ids, owners.sizes.tolist()))
+    if isinstance(images, Split) and images.file_split == PARTITIONED:
+        return clients
+    users = dict[str, int]()
+    if isinstance(train, Split):
+        index = experiment.file.split(train.file_split)
+        found, counts = np.unique(index.user_index[train.file_rows[owners.rows]], return_counts=True)
+        users = {index.user_ids[user]: count for user, count in zip(found.tolist(), counts.tolist())}
+    if experiment.protected().partition is None:
+        users |= clients
+    return users | {in_another_split(user, split): count for user, count in users.items()}
 
 
-def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:
+def _users(store: ImageStore, trained: Collection[str], seen: bool) -> IntArray:
     """The numbers of the users with images, who have training images, or have none."""
     kind = np.array([(user in trained) == seen for user in store.user_ids], bool)
     return np.flatnonzero(kind & (np.diff(store.user_offsets) > 0)).astype(np.int64)

@@ -16,7 +16,7 @@ from benchmarks.core.clients import FEW_BARS, FEW_USERS, OfClients
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.single_users import in_all_splits
+from benchmarks.core.single_users import trained_users
 from dataset.arrays import Float32Array, IntArray
 from dataset.files import write_json
 from dataset.flair.mini import MiniSpec
@@ -118,17 +118,9 @@ class OfAnnotatedImages(OfClients[C]):
             picture = directory / "plots" / "per_user.png"
             plots.bars(shown, f"{label} of a {split} user (%)", title, picture)
         groups = spreads_by_group(
-            store.user_ids, self._trained_users(split), np.diff(store.user_offsets), values
+            store.user_ids, trained_users(self, split), np.diff(store.user_offsets), values
         )
         return {"per_user": summary, "clients": groups}
-
-    def _trained_users(self, split: str) -> set[str]:
-        """The users of a split who have training images; in a drawn partition, a client has the name of
-        nobody in another split of the file."""
-        users, carved = self.split("train").user_ids, bool(self.view.val_share) and split == CARVED
-        if carved:
-            return set(users)
-        return in_all_splits(users) if self.protected().partition is None else set()
 
     def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
         """Below the splits' scores, the means of those of single users: a row for each number of users that

@@ -154,7 +154,7 @@ def memory(source: Path, counts: Sequence[int], scratch: Path) -> Tree:
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     parser = command_parser("flair.bench_preprocess", __doc__)
-    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--output", "--output_file", type=Path, required=True, help="JSON to write")
     parser.add_argument("--source", type=Path, default=Path("../shared/data/clothing-flair"))
     parser.add_argument("--images", type=int, default=4000, help="number of images for the comparison")
     parser.add_argument("--memory_images", type=int, nargs=2, default=(2000, 20000))

@@ -9,7 +9,6 @@ their seeds together: per_class (Figure 4), per_user (Figure 5; of runs with a p
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ from benchmarks.reporting.plots import (
     violin_legend,
     violins,
 )
-from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole, statements_of
+from benchmarks.reporting.runs import RunRecord, not_whole, statements_of
 from dataset.arrays import FloatArray, IntArray
 from dataset.cli import run as run_command
 from dataset.store.annotations import LabelMatrix
@@ -223,7 +222,7 @@ def per_user(rows: Sequence[Row], name: str) -> Figure | None:
     groups: dict[str, dict[str, FloatArray]] = {"C-AP": {}, "O-AP": {}}
     users = 0
     for row in rows:
-        whole = [tree for run in row.runs for tree in _users_of(run.directory)]
+        whole = [tree for run in row.runs if (tree := run.single_users)]
         if not whole:
             continue
         title = "\n".join((*_label(row, rows).split(", "), f"n = {len(whole)}"))
@@ -244,16 +243,6 @@ def per_user(rows: Sequence[Row], name: str) -> Figure | None:
     marks = violin_legend(groups["O-AP"])
     figure.legend(handles=marks, frameon=False, ncols=len(marks), loc="outside lower center")
     return figure
-
-
-def _users_of(directory: Path) -> list[Tree]:
-    """The run's per_user.json, if it has one."""
-    path = directory / "per_user.json"
-    try:
-        return [dict(json.loads(path.read_text(encoding="utf-8")))] if path.is_file() else []
-    except DAMAGE as fault:
-        again = "make it again with benchmarks.flair.per_user"
-        raise ValueError(f"{path} is damaged ({fault}): {again}") from fault
 
 
 def private(rows: Sequence[Row], name: str) -> Figure | None:

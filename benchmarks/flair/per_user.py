@@ -21,6 +21,7 @@ from torch import optim
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import pfl_device
 from benchmarks.core.experiment import build_model, data_of, has_data_of, trained_task
+from benchmarks.core.single_users import trained_users
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.paper import SCORES as REPORTED
 from benchmarks.flair.results import SPLIT, write_users
@@ -79,7 +80,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
             module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)
         )
         scored = CentralEvaluation(task.split(SPLIT), threads=run.runtime.reader_threads)(model)[SCORES]
-        summary: Tree = write_users(directory, config, module, task, scored, flair.trained_users())
+        summary: Tree = write_users(directory, config, module, task, scored, trained_users(flair, SPLIT))
         return dict(summary["per_user"])
 
 

@@ -16,7 +16,6 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.single_users import in_all_splits
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives
@@ -54,7 +53,7 @@ def class_scores(
 ) -> Tree:
     """The best model's AP and prevalence of each class, few-shot classes apart; users if asked for.
 
-    ``trained``: the users who trained.
+    ``trained``: the users who trained, by their ids in test.
     """
     scores = metrics["test"][SCORES]
     ap = 100 * average_precision(scores.scores(), scores.targets())
@@ -166,7 +165,7 @@ def write_users(
         plots.per_user_violins(violins, f"{shown('O-AP')} of one user (%)", title, picture)
     columns = {name: values[name] for name in PER_USER}
     sizes = np.diff(store.user_offsets)
-    groups = spreads_by_group(store.user_ids, in_all_splits(trained), sizes, columns)
+    groups = spreads_by_group(store.user_ids, trained, sizes, columns)
     return {"per_user": summary, "clients": groups}
 
 

@@ -27,6 +27,7 @@ from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
+from benchmarks.core.single_users import trained_users
 from benchmarks.flair import results as flair_results
 from benchmarks.flair.config import FLAIR, Config, Run
 from benchmarks.flair.results import SPLIT
@@ -123,13 +124,8 @@ class Flair(Experiment[Config]):
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """AP of each class, and of each user if asked for."""
-        trained = self.trained_users()
+        trained = trained_users(self, SPLIT)
         return flair_results.class_scores(self.config, self.task, directory, model, metrics, trained)
-
-    def trained_users(self) -> set[str]:
-        """The ids of the users whose images train, not those of clients to whom they were dealt."""
-        partition = self.partition() if self.protected().partition is None else None
-        return {*self.task.split("train").user_ids, *([] if partition is None else partition.user_ids)}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
         """AP of each class."""

@@ -66,7 +66,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--data_path", type=Path, metavar="F", help="the data file, if not the run's own")
     parser.add_argument("--user", metavar="ID", help="predict with this training user's own model")
-    parser.add_argument("--output", type=Path, required=True, metavar="F", help="file; a folder for masks")
+    parser.add_argument(
+        "--output", "--output_file", type=Path, required=True, metavar="F", help="file; a folder for masks"
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the file --output, or masks, if they exist"
     )

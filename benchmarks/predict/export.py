@@ -97,7 +97,9 @@ def main(argv: Sequence[str]) -> None:
     """The command line."""
     parser = command_parser("predict.export", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a finished run")
-    parser.add_argument("--output", type=Path, required=True, metavar="F", help="the file, as model.pt2")
+    parser.add_argument(
+        "--output", "--output_file", type=Path, required=True, metavar="F", help="the file, as model.pt2"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file --output if it exists")
     options = parser.parse_args(argv or ["--help"])
     output = output_file("--output", options.output, options.overwrite)

@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--row", default="scatternet-linear", help="a published row")
     parser.add_argument("--seed", type=int, default=0, help="seed of our run and of opacus' draws")
     parser.add_argument("--data_path", type=Path, help="the data file (data/cifar10.hdf5)")
-    parser.add_argument("--output", type=Path, help="the JSON (bench/opacus-ROW-seedN.json)")
+    parser.add_argument("--output", "--output_file", type=Path, help="the JSON (bench/opacus-ROW-seedN.json)")
     parser.add_argument("--opacus", type=Path, default=OPACUS, help="a Python that has opacus")
     kinds = ("ghost", "single")
     parser.add_argument("--gradients", choices=kinds, default="ghost", help="norms alone, or each image's")

@@ -121,6 +121,26 @@ class RunRecord:
                 lines = lines[:-1]
             return [dict(json.loads(line)) for line in lines]
 
+    @property
+    def single_users(self) -> Tree:
+        """``per_user.json``, which may be younger than the run; empty where it is missing.
+
+        Raises:
+            ValueError: when it is damaged, or of other data, which earlier versions could be given.
+        """
+        path = self.directory / "per_user.json"
+        again = "make it again with benchmarks.flair.per_user"
+        try:
+            whole = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+            images, split = whole.get("images", []), whole.get("split")
+            found = {"users": len(images), "images": sum(images)}
+            same = all(self.data.get(key, {}).get(split, count) == count for key, count in found.items())
+        except DAMAGE as fault:
+            raise ValueError(f"{path} is damaged ({fault}): {again}") from fault
+        if not same:
+            raise ValueError(f"{path} has scores of the users of other data than the run's: {again}")
+        return whole
+
     def series(self, *keys: str) -> tuple[list[int], FloatArray]:
         """The steps whose lines have the first of these keys, and the number at this path of keys in each.
 

@@ -71,10 +71,13 @@ def number_of(trial: FrozenTrial | Trial) -> str:
 
 
 def read_values(path: Path, metric: str) -> list[tuple[int, float]]:
-    """``(step, value)`` of a metric in a ``metrics.jsonl``, whose last line may be only half there."""
-    out = []
+    """``(step, value)`` of a metric in a ``metrics.jsonl``, whose last line may be only half there.
+
+    Few lines of a long run have scores of val, and only those are parsed.
+    """
+    out, key = [], f'"{metric.partition("/")[0]}"'
     for text in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
-        line = json.loads(text) if text.endswith("\n") else {}
+        line = json.loads(text) if key in text and text.endswith("\n") else {}
         if math.isfinite(value := flat(line).get(metric, math.nan)):
             out.append((int(line.get("round", line.get("epoch", 0))), value))
     return out

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from benchmarks.core.config.sections import config_modules
+from benchmarks.console import train_commands
 from benchmarks.core.config.trees import Tree, build, read_yaml
 from benchmarks.core.experiment import Experiment
 from benchmarks.sweep.parameter import MOST_VALUES, Parameter
@@ -33,7 +33,6 @@ SWEEPS = {path.stem: path for path in sorted(Path(__file__).parents[1].glob("*/s
 """The shipped sweeps of all benchmarks."""
 TRAIN = re.compile(r"benchmarks(\.\w+)+\.train")
 """How the module that a sweep's command runs is called: a benchmark's training."""
-PROGRAMS = tuple(f"{name.removesuffix('config')}train" for name in config_modules())
 DEFAULT_PROGRAM = "benchmarks.flair.train"
 NOT_SWEPT = ("run_dir", "data_path", "weights", "extend", "resume")
 MOST_DRAWS = 50
@@ -105,8 +104,12 @@ class Sweep:
     @property
     def experiment(self) -> type[Experiment[Any]]:
         """What `program_module` trains."""
-        experiment: type[Experiment[Any]] = imported(self.program_module).EXPERIMENT
-        return experiment
+        found: type[Experiment[Any]] | None = getattr(imported(self.program_module), "EXPERIMENT", None)
+        if found is None:
+            raise ValueError(
+                f"{self.program_module} does not say what it trains: set EXPERIMENT there to your class"
+            )
+        return found
 
     @property
     def ranking(self) -> Metric:
@@ -196,9 +199,10 @@ def command_words(point: Tree) -> list[str]:
 def _module(name: str, where: str) -> str:
     """The training module that ``program`` names, as a module or, as wandb does, as a file."""
     module = name.removesuffix(".py").replace("/", ".")
-    if module in PROGRAMS:
+    known = train_commands().values()
+    if module in known:
         return module
-    raise ValueError(f"{where} is {name!r}: choose one of {', '.join(PROGRAMS)}")
+    raise ValueError(f"{where} is {name!r}: choose one of {', '.join(known)}")
 
 
 def _parameter(key: str, entry: object, path: Path) -> Parameter:

@@ -24,7 +24,7 @@ from dataset.cifar10.source import (
 from dataset.cli import SourceError, is_address
 from dataset.fetch.http import below, fetch_checked
 from dataset.fetch.source import delete_downloads
-from dataset.journal import only_writer
+from dataset.journal import only_downloader, only_writer
 from dataset.partitions.drawn import Recipe, parse_kinds, partition_name, read_name, written_kinds
 from dataset.preprocess import Options, checked_places, command_parser, make
 from dataset.store.index import PartitionIndex, meaning
@@ -83,7 +83,8 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         raise ValueError(
             f"--source {arguments.source} is neither an existing folder nor an address (http...)"
         )
-    with only_writer(output, arguments.overwrite):  # before the first download
+    downloading = only_downloader(arguments.download_folder)
+    with only_writer(output, arguments.overwrite), downloading:  # before the first download
         _make(spec, arguments, kinds, local, folder)
 
 

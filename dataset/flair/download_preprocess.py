@@ -27,6 +27,7 @@ from pathlib import Path
 from dataset.cli import input_file, run
 from dataset.fetch.source import Source
 from dataset.flair import sources
+from dataset.journal import only_downloader
 from dataset.preprocess import UPRIGHT, Options, checked_places, command_parser, make
 from dataset.store.images import BACKGROUNDS, Transcoding
 from dataset.store.index import TAXONOMIES
@@ -90,13 +91,14 @@ def main(argv: Sequence[str]) -> None:
         transcode=Transcoding(arguments.jpeg_quality, arguments.background, arguments.upright),
     )
     source: Source
-    if arguments.source == "hf":
-        source = sources.hugging_face(folder, arguments.revision or sources.REVISION)
-    elif arguments.source == "apple":
-        source = sources.apple(folder)
-    else:
-        source = sources.local(Path(arguments.source))
-    make(source, options, folder)
+    with only_downloader(arguments.download_folder):
+        if arguments.source == "hf":
+            source = sources.hugging_face(folder, arguments.revision or sources.REVISION)
+        elif arguments.source == "apple":
+            source = sources.apple(folder)
+        else:
+            source = sources.local(Path(arguments.source))
+        make(source, options, folder)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ class Clients:
 
         Args:
             weights: the server's weights before the step.
-            mean: the mean update by variable.
+            mean: the mean update by variable, in any precision.
             number: the round.
 
         Returns:
@@ -263,7 +263,8 @@ class Clients:
         model, rate = self.model(weights), self._context.server_rate(number)
         for group in model._central_optimizer.param_groups:
             group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
-        model.apply_model_update(MappedVectorStatistics(dict(mean)))
+        update = {name: part.to(weights[name].dtype) for name, part in mean.items()}
+        model.apply_model_update(MappedVectorStatistics(update))
         return rate
 
     def _trained(

@@ -32,6 +32,7 @@ from torch import Tensor
 from dataset.arrays import FloatArray
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.checkpoint import CHECKPOINTS
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main
@@ -143,6 +144,11 @@ class Decentralised(Algorithm[Models]):
             "choose a smaller network, or lower federated.cohort_size",
         )
         cls.matrix(setup.options, n, setup.seed, 0)
+
+    @classmethod
+    def state_bytes(cls, setup: Setup) -> int:
+        """In each checkpoint the users' models besides the first."""
+        return CHECKPOINTS * (setup.cohort_size - 1) * trained_bytes(setup.module)
 
     def init(self, seed: int) -> Models:
         """The state before the first round, in which all users have the run's model."""

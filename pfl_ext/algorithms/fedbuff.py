@@ -45,7 +45,7 @@ from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
 from pfl_ext.devices.arrivals import ServerStep, server_steps
 from pfl_ext.devices.config import DevicesConfig
-from pfl_ext.devices.fleet import Fleet, Traffic
+from pfl_ext.devices.fleet import Fleet
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import Refusals
 
@@ -97,23 +97,29 @@ class FedBuff(Algorithm[Buffered]):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        assert context.devices is not None
-        users, options, size = context.users, context.options, trained_bytes(context.module)
-        self.clients, self.sent = Clients(context), Traffic(size, size)
-        fleet = Fleet(context.devices, users.partition.user_ids, context.seed)
-        self.steps: list[ServerStep] = server_steps(
-            fleet.seconds(np.arange(users.num_users), users.passes, self.sent),
-            concurrency=options.concurrency,
-            buffer_size=options.buffer_size,
-            max_staleness=options.max_staleness,
-            drop_out=context.devices.drop_out,
-            num_steps=context.num_rounds,
-            seed=context.seed,
-        )
-        self._last_use = {version: t for t, step in enumerate(self.steps) for version in step.by_version()}
+        users = context.users
+        self.clients, self.sent = Clients(context), self.traffic(context.module)
+        self.steps, self._last_use = self._schedule(context)
         groups = [len(step.by_version()) for step in self.steps]
         self._groups_before = np.cumsum([0, *groups]).tolist()
         self._weights = users.images.astype(float) if context.by_images else np.ones(users.num_users)
+
+    @classmethod
+    def _schedule(cls, setup: Setup) -> tuple[list[ServerStep], dict[int, int]]:
+        """The server's steps, and the last of them that uses each version of the model."""
+        assert setup.devices is not None
+        users, options = setup.users, setup.options
+        fleet = Fleet(setup.devices, users.partition.user_ids, setup.seed)
+        steps = server_steps(
+            fleet.seconds(np.arange(users.num_users), users.passes, cls.traffic(setup.module)),
+            concurrency=options.concurrency,
+            buffer_size=options.buffer_size,
+            max_staleness=options.max_staleness,
+            drop_out=setup.devices.drop_out,
+            num_steps=setup.num_rounds,
+            seed=setup.seed,
+        )
+        return steps, {version: t for t, step in enumerate(steps) for version in step.by_version()}
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -149,6 +155,16 @@ class FedBuff(Algorithm[Buffered]):
             "lower federated.options.concurrency or federated.options.max_staleness",
         )
 
+    @classmethod
+    def state_bytes(cls, setup: Setup) -> int:
+        """In each checkpoint the versions, at most as many as are needed after any one step."""
+        steps, last_use = cls._schedule(setup)
+        change = np.zeros(len(steps) + 1, np.int64)
+        for version, last in last_use.items():
+            change[version] += 1
+            change[last] -= 1
+        return checkpoint.CHECKPOINTS * (1 + int(change.cumsum().max())) * trained_bytes(setup.module)
+
     def init(self, seed: int) -> Buffered:
         """The run's model, whose weights were drawn from the run's seed, as version 0."""
         return Buffered(self.context.model, {0: self.clients.weights()})
@@ -156,7 +172,7 @@ class FedBuff(Algorithm[Buffered]):
     def round(self, state: Buffered, number: int) -> tuple[Buffered, dict[str, Any]]:
         """Train the users of a buffer, each from its own version, and make the server's step."""
         step, newest = self.steps[number], state.versions[number]
-        total = {name: torch.zeros_like(w) for name, w in newest.items()}
+        total = {n: torch.zeros_like(w, dtype=self.context.accumulate) for n, w in newest.items()}
         whole = sum(float(self._weights[job.user]) for job in step.jobs)
         seen: list[dict[str, Any]] = []
         for place, (version, users) in enumerate(step.by_version().items()):

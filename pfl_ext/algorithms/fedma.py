@@ -59,6 +59,7 @@ from pfl_ext.algorithms.matching import (
     neurons,
     reordered,
 )
+from pfl_ext.checkpoint import CHECKPOINTS
 from pfl_ext.configs import STRICT, rounded_down
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
@@ -149,6 +150,11 @@ class FedMA(Algorithm[list[Weights]]):
             f"fedma keeps a network of each of {setup.cohort_size:,} users",
             "lower federated.cohort_size",
         )
+
+    @classmethod
+    def state_bytes(cls, setup: Setup) -> int:
+        """In each checkpoint the users' networks besides the first."""
+        return CHECKPOINTS * (setup.cohort_size - 1) * trained_bytes(setup.module)
 
     def init(self, seed: int) -> list[Weights]:
         """The state before the first round: all users have the run's network, less the room in it."""

@@ -83,7 +83,7 @@ class Hierarchical(ServerModelAlgorithm):
         parts = [cohort[self.group[cohort] == group] for group in range(self.context.options.groups)]
         parts = [part for part in parts if len(part)]
         weights = [self._weight(part) for part in parts]
-        total = {n: torch.zeros_like(w) for n, w in x.items()}
+        total = {n: torch.zeros_like(w, dtype=self.context.accumulate) for n, w in x.items()}
         lines = []
         for part, weight in zip(parts, weights):
             y, inner = self._inner_rounds(x, part, number)

@@ -335,8 +335,7 @@ class Ifca(Algorithm[Clusters]):
             found[group] = scores.summary(["personal", "server"])
             found[group]["users_of_models"] = numbered(np.bincount(chosen, minlength=len(state.own)))
             if rows is not None:
-                ids = self.context.users.partition.user_ids
-                each = scores.each(group, "train", [ids[user] for user in users.tolist()])
+                each = scores.each(group, "train", self.images.training_images(users))
                 of_models = {"personal": chosen.tolist(), "server": [state.largest] * len(users)}
                 clusters = [c for kind in ("personal", "server") for c in of_models[kind]]
                 rows += [{**row, "cluster": cluster} for row, cluster in zip(each, clusters)]

@@ -66,6 +66,11 @@ class OwnImages:
         """The users who have images set aside."""
         return np.flatnonzero([len(rows) > 0 for rows in self.held_out]).astype(np.int64)
 
+    def training_images(self, users: IntArray) -> dict[str, int]:
+        """How many images each of these users trains on, by their ids."""
+        whole = self.users.partition
+        return {whole.user_ids[user]: int(whole.sizes[user]) for user in users.tolist()}
+
 
 def check_scored(options: Any) -> None:
     """Refuse options about scores on held-out images where none are held out.
@@ -163,15 +168,22 @@ class Scores:
             **{kind: self._summary_of(kind) for kind in kinds},
         }
 
-    def each(self, group: str, split: str, ids: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each user and kind of model that `summary` had, for `write_users`; ``ids`` are theirs."""
+    def each(self, group: str, split: str, training_images: Mapping[str, int]) -> list[dict[str, Any]]:
+        """A row for each user and kind of model that `summary` had, for `write_users`.
+
+        Args:
+            group: ``seen`` or ``new``.
+            split: whose images score the users.
+            training_images: how many the users have, by their ids, in the order of the users.
+        """
         return [
             {
-                **{"group": group, "split": split, "user": user, "images": int(size), "model": kind},
+                **{"group": group, "split": split, "user": user, "images": int(size)},
+                **{"training_images": trained, "model": kind},
                 **{name: round(float(value), 4) for name, value in zip(self._names, values)},
             }
             for kind, table in self._tables.items()
-            for user, size, values in zip(ids, self._sizes, table)
+            for (user, trained), size, values in zip(training_images.items(), self._sizes, table)
         ]
 
     def _summary_of(self, kind: str) -> dict[str, Any]:

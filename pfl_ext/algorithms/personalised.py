@@ -247,8 +247,7 @@ class Personalised(ServerModelAlgorithm):
                 scores, kinds = self._scores_of(x, users, number, group == "seen" or self.tunes)
                 found[group] = scores.summary(kinds)
                 if rows is not None:
-                    ids = self.context.users.partition.user_ids
-                    rows += scores.each(group, "train", [ids[user] for user in users.tolist()])
+                    rows += scores.each(group, "train", self.images.training_images(users))
         self.clients.model(x)
         return found
 

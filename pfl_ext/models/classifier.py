@@ -33,7 +33,7 @@ from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, new_in, taught
 from pfl_ext.models.depths import Depths
 from pfl_ext.models.drawing import DrawFrom, initialise
-from pfl_ext.models.dropout import DROPPING, LeftOut, dropping, keyed, leave_out_of_attention, without_keys
+from pfl_ext.models.dropout import DROPPING, dropping, keyed, leave_out_of_attention, left_out, without_keys
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
@@ -105,11 +105,11 @@ def build_backbone(
     if isinstance(backbone, EncoderDecoder):  # no file has statistics of the decoder
         _replace(backbone.decoder, _BatchNorm, lambda bn: _group_norm(bn, config))
     _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
-    number = itertools.count()
-    _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else LeftOut())
+    number, drops = itertools.count(), any(isinstance(it, DROPPING) and it.p for it in backbone.modules())
+    _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else left_out(it))
     if not config.dropout:
         leave_out_of_attention(backbone)
-    if config.dropout and next(number) == 0:
+    if config.dropout and not drops:
         raise ValueError(f"model.dropout is true, but {arch} has no dropout: set model.dropout to false")
     assert_no_live_batchnorm(backbone)
     if config.channel_norm == "data" and standardised_in(backbone) is None:

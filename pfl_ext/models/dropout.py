@@ -39,6 +39,11 @@ class LeftOut(nn.Identity):
     """In the place of a layer of dropout that a run leaves out."""
 
 
+def left_out(layer: nn.Module) -> nn.Identity:
+    """The replacement of a layer of `DROPPING` that a run leaves out; nothing is left out where p is 0."""
+    return LeftOut() if layer.p else nn.Identity()
+
+
 def leave_out_of_attention(network: nn.Module) -> None:
     """Set the dropout of each `nn.MultiheadAttention` to 0, which it draws from the global generator."""
     for layer in network.modules():

@@ -132,7 +132,7 @@ class Prefix:
         try:
             with torch.no_grad(), nothing_zero(whole.backbone):
                 alone, outputs = self.classifier(maps), whole(made)
-        except RuntimeError as fault:
+        except Exception as fault:  # whatever the network's own code says of such an input
             raise ValueError(f"the layers after {self.last} cannot be run by themselves") from fault
         if not agree(alone, outputs, 1e-3):
             raise ValueError(f"more than the blocks up to {self.last} stands before the trained ones")

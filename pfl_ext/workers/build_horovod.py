@@ -238,6 +238,7 @@ def installed(kept: Path) -> bool:
     """Install and prove the wheel that was kept, if there is one; whether it works here."""
     for wheel in kept.glob("*.whl"):
         try:
+            run(pip("install", "--quiet", *RUNTIME), "installing what Horovod needs")
             run(pip("install", "--no-deps", str(wheel)), f"installing {wheel}")
             prove()
         except ValueError as reason:
@@ -250,7 +251,8 @@ def installed(kept: Path) -> bool:
 
 def build(cuda: Path | None, kept: Path | None, torch_version: str) -> None:
     """Build and install Horovod, and keep the wheel in ``kept``."""
-    check_tools()
+    check_tools()  # before anything is installed
+    run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod's build needs")
     kind = f"NCCL, with {cuda}" if cuda else "Gloo on CPU (no whole CUDA toolkit of torch's release found)"
     print(f"building Horovod {VERSION} for torch {torch_version}: {kind}; some minutes", flush=True)
     log = Path(tempfile.gettempdir()) / f"horovod-build-{os.getuid()}.log"
@@ -279,7 +281,6 @@ def main(argv: Sequence[str]) -> None:
     import torch
 
     if force or importlib.util.find_spec("horovod") is None:
-        run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
         cuda = cuda_home(shutil.which("nvcc"), torch.version.cuda)
         kept = None if cuda else kept_wheels(torch.__version__)
         if kept and not force and installed(kept):

@@ -21,6 +21,7 @@ from dataset.coco import download_preprocess as coco
 from dataset.convert import __main__ as convert
 from dataset.flair import download_preprocess, mini
 from dataset.inaturalist import download_preprocess as inaturalist
+from dataset.journal import only_downloader
 from dataset.landmarks import download_preprocess as landmarks
 from dataset.partitions import __main__ as partitions
 from dataset.store import probe, validate
@@ -302,3 +303,12 @@ def test_the_corrected_calls_work(place: Path) -> None:
     for command, words in corrected:
         assert run(MAIN[command], words.split()) == 0
     (place / "out.hdf5").unlink()
+
+
+def test_flair_is_not_downloaded_into_the_folder_of_another_download(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--output_file=new.hdf5", "--source=apple", f"--download_folder={tmp_path}"]
+    with only_downloader(tmp_path):
+        assert run(download_preprocess.main, words) == 2
+    assert f"error: another process is downloading into {tmp_path}: " in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from benchmarks.compare.latex import latex
 from benchmarks.compare.reading import compare
 from benchmarks.compare.tables import facts
 from benchmarks.core.config.trees import Tree
-from pfl_ext.algorithms.per_user import spreads_by_group
+from benchmarks.flair.paper import FLAIR_IMAGES, FLAIR_USERS
+from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
 from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.made_runs import make_run
 
@@ -101,3 +103,27 @@ def test_fedper_without_parts_of_users_has_the_servers_model(tmp_path: Path) -> 
     found = {group.label.rpartition(" ")[2]: group.keeps_parts for group in compare([tmp_path]).groups}
     assert sorted(found.values()) == [False, True]
     assert found["fedbn"]
+
+
+def test_users_of_other_data_are_not_those_of_a_run(tmp_path: Path) -> None:
+    """As earlier versions of ``benchmarks.flair.per_user`` left them, which took any file."""
+    runs = {
+        name: make_run(tmp_path / name, "fl-r-17", f"--local.learning_rate={rate}")
+        for name, rate in (("own", 0.1), ("other", 0.2))
+    }
+    count = FLAIR_USERS["test"]
+    for name, total in {"own": FLAIR_IMAGES["test"], "other": count}.items():
+        images = [1] * (count - 1) + [total - count + 1]
+        whole = {
+            "split": "test",
+            "images": images,
+            "quantiles": {"O-AP": quantiles(SCORES["O-AP"])},
+            "O-AP": [*SCORES["O-AP"]],
+        }
+        (runs[name] / "per_user.json").write_text(json.dumps(whole))
+    comparison = compare([tmp_path])
+    sections = {name: {one.section for one in comparison.measures[path]} for name, path in runs.items()}
+    assert {name: "users' O-AP exact" in found for name, found in sections.items()} == {
+        "own": True,
+        "other": False,
+    }

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.core import disk
-from tests.benchmarks.conftest import Train, killed_at
+from benchmarks.core.recorder import Recorder
+from benchmarks.flair.train import main
+from tests.benchmarks.conftest import COMMON, Train, killed_at
+from tests.benchmarks.core.test_device_runs import CLASSES_OF_RUN
 from tests.benchmarks.core.test_faults import LONG, USER_STATES
 from tests.benchmarks.run_files import error_line
+from tests.benchmarks.sparing import run_into
 
 MODEL = 4 * (6 * 75 + 6 + 16 * 150 + 16 + 120 * 16 + 120 + 84 * 120 + 84 + 17 * 84 + 17)
 """Bytes of the weights of lenet."""
+BUFFER = ("--federated.options.concurrency=6", "--federated.options.buffer_size=2")
 
 
 @pytest.mark.parametrize(
@@ -48,6 +54,39 @@ def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_writes_anythin
     train(*words)
     written = sum(path.stat().st_size for path in directory.glob("checkpoint/last*")) * 3 / 2
     assert 0.75 * written < 3 * (2 + moments) * MODEL < written, "headers, and SCAFFOLD's c, FedDyn's h"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--federated.algorithm=dsgd", "--federated.cohort_size=4"),
+        ("--federated.algorithm=fedma", "--federated.cohort_size=4"),
+        ("--federated.algorithm=fedbuff", *CLASSES_OF_RUN, *BUFFER),
+    ],
+    ids=["dsgd", "fedma", "fedbuff"],
+)
+def test_models_of_an_algorithm_of_its_own_are_counted(
+    argv: tuple[str, ...], mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest checkpoint of the run is counted three times, but for its header, and the model."""
+    needs, sizes = list[int](), list[int]()
+    real_need, real_step = disk.least_bytes, Recorder.step_done
+
+    def noted(*given: Any) -> int:
+        needs.append(real_need(*given))
+        return needs[-1]
+
+    def done(self: Any, *given: Any) -> None:
+        real_step(self, *given)
+        sizes.append((self.files.path / "checkpoint" / "last.safetensors").stat().st_size)
+
+    monkeypatch.setattr(disk, "least_bytes", noted)
+    monkeypatch.setattr(Recorder, "step_done", done)
+    words = ("--config=fl-r-17", *COMMON, f"--data_path={mini_file}", "--federated.num_rounds=10")
+    run_into(main, tmp_path / "run", *words, "--evaluation.best_by=last", *argv)
+    assert 0.9 * 3 * max(sizes) < needs[0] - MODEL < 3 * max(sizes)
+    if "--federated.algorithm=fedbuff" in argv:
+        assert max(sizes) > min(sizes) + MODEL, "old versions, which come and go"
 
 
 def test_a_run_goes_on_where_its_checkpoints_have_taken_the_room(

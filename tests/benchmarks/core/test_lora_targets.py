@@ -16,6 +16,7 @@ from dataset.cli import run
 from pfl_ext.models.small import NETWORKS
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.run_files import results, saved
+from tests.closeness import assert_close_as_vector
 
 LORA = ("--model.trained=lora", "--model.lora_rank=2", "--model.lora_alpha=4")
 VIT = ("--model.arch=own_vit", "--model.init=torchvision", *LORA)
@@ -43,6 +44,19 @@ def test_a_killed_run_of_adapters_of_attention_goes_on_and_its_users_are_scored(
     assert f"{attention}.in_proj_weight" in saved(whole)
     assert not [name for name in saved(whole) if "lora" in name]
     assert run(score_users, [str(whole)]) == 0
+
+
+@pytest.mark.usefixtures("own_vit")
+def test_a_head_on_attention_and_adapters_learns_on_features_what_it_does_on_images(train: Train) -> None:
+    """The network starts from a model whose adapters were merged."""
+    first = train(*VIT, "--federated.num_rounds=1", name="adapters") / "model.safetensors"
+    head = ("--model.arch=own_vit", "--model.trained=head", "--model.pretrained=true", f"--weights={first}")
+    same = ("--data.image_size=18", "--augment.flip=none", "--runtime.accumulate=fp64")
+    features, images = (
+        saved(train(*head, *same, f"--runtime.cache_features={cached}", name=cached))
+        for cached in ("true", "false")
+    )
+    assert_close_as_vector(features, images, 1e4)
 
 
 @pytest.mark.usefixtures("own_vit")

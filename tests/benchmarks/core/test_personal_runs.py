@@ -5,6 +5,7 @@ test_personal_runs DATA DIRECTORY          trains them, as one of the workers of
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
 from dataset.arrays import FloatArray
+from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.own_images import OwnImages
 from pfl_ext.algorithms.personal_parts import FILE
@@ -55,7 +57,7 @@ def words(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", WORDS)
 def test_it_is_killed_and_goes_on_bit_for_bit(
-    name: str, train: Train, capsys: pytest.CaptureFixture[str]
+    name: str, train: Train, mini_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = (*words(name), "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
     whole, directory = killed_and_resumed(train, 2, *argv)
@@ -66,6 +68,12 @@ def test_it_is_killed_and_goes_on_bit_for_bit(
     assert int(kept["seen"].sum()) == int((kept["users/rows"] >= 0).sum()) > 4
     clients = results(whole)["clients"]
     assert (whole / "clients.csv").read_bytes() == (directory / "clients.csv").read_bytes()
+    rows = csv.DictReader((whole / "clients.csv").read_text().splitlines())
+    own = {row["user"]: int(row["images"]) + int(row["training_images"]) for row in rows}
+    with DataFile(mini_file) as file:
+        split = file.split("train")
+        sizes = dict(zip(split.user_ids, np.diff(split.user_offsets).tolist()))
+    assert own == {user: size for user, size in sizes.items() if size > 1}
     assert set(clients["seen"]) > {"personal", "server"}
     assert ("personal" in clients["new"]) == (name == "fedper"), "new users are tuned, or have the server's"
     size = sum(w.numel() * 4 for w in checkpoint.part(kept, checkpoint.MODEL).values())

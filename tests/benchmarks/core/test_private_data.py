@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -152,12 +153,17 @@ def test_users_of_a_partition_have_their_own_images(
     assert "data.partition gives an image of user " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_they_count_as_seen_where_users_are_scored_by_themselves(by_images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("partition", ["none", "iid-clients-6-seed-0"])
+def test_they_count_as_seen_where_users_are_scored_by_themselves(
+    partition: str, by_images: Path, tmp_path: Path
+) -> None:
+    """Also where their images were dealt to clients."""
     words = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
     run_words = (
         *words,
         *TWO_USERS,
         "--model.input_size=20",
+        f"--data.partition={partition}",
         f"--data_path={by_images}",
         f"--run_dir={tmp_path}",
     )
@@ -165,8 +171,13 @@ def test_they_count_as_seen_where_users_are_scored_by_themselves(by_images: Path
         assert run(main, run_words) == 0
     found = results(tmp_path)["clients"]
     assert list(found) == ["seen"]
+    rows = csv.DictReader((tmp_path / "clients.csv").read_text().splitlines())
+    trained = {row["user"]: int(row["training_images"]) for row in rows}
     with DataFile(by_images) as file:
-        assert found["seen"]["users"] == file.split("val").num_users
+        train = file.split("train")
+        sizes = dict(zip(train.user_ids, np.diff(train.user_offsets).tolist()))
+        assert found["seen"]["users"] == len(trained) == file.split("val").num_users
+        assert trained == {user: sizes[user.partition("-")[2]] for user in trained}
 
 
 def test_a_user_of_two_splits_is_known_by_name() -> None:

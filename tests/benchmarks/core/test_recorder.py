@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,19 @@ def test_a_signal_while_workers_agree_is_for_the_next_step(
     with pytest.raises(Stopped, match="5 of "):
         Recorder.step_done(writer, 4, {}, object())
     assert writer.save.called
+
+
+def test_a_signal_that_another_worker_got_after_the_last_round_stops_all(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that went on waited for it while they computed the final scores."""
+    with monkeypatch.context() as patch:
+        patch.setattr("benchmarks.core.execute.from_any", lambda own: signal.SIGTERM)
+        directory = train(code=75)
+    assert "stopped by SIGTERM; run the same command again" in capsys.readouterr().err
+    assert not (directory / "results.json").exists()
+    train()
+    assert "no round is done again" in capsys.readouterr().err
 
 
 def test_a_directory_without_a_round_is_reused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

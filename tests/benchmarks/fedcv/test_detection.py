@@ -114,10 +114,10 @@ def test_users_of_test_who_train_count_as_seen_and_namesakes_of_clients_do_not(t
     test = replace(index.splits["test"], user_ids=[*users, "0"])
     path = tmp_path / "authors.hdf5"
     write_mini(path, SPEC, index=replace(index, splits={**index.splits, "test": test}))
-    for partition, groups in (("none", {"seen": 2, "new": 1}), ("iid-clients-3-seed-0", {"new": 3})):
+    for partition in ("none", "iid-clients-3-seed-0"):
         words = (f"--data_path={path}", *SMALL, *SHORT, f"--data.partition={partition}")
         found = results(run_into(main, tmp_path / partition, *words))["clients"]
-        assert {group: scored["users"] for group, scored in found.items()} == groups
+        assert {group: scored["users"] for group, scored in found.items()} == {"seen": 2, "new": 1}
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:

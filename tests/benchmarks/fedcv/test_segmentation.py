@@ -17,6 +17,8 @@ from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, parse
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
 from benchmarks.flair.config import FLAIR
+from benchmarks.predict.__main__ import main as predict
+from dataset.cli import run
 from dataset.flair.mini import draw_images, write_mini
 from dataset.flair.mini_outlines import CLASSES, masked_index, write_masked
 from dataset.partitions import of_file
@@ -271,6 +273,20 @@ def test_drawn_outlines_are_where_the_shapes_are() -> None:
             contrast.append(np.abs(inside - outside).max())
     assert len(contrast) > len(masks) / 2
     assert np.median(contrast) > 20, "levels of 255 between a shape and what lies around it"
+
+
+def test_users_masks_are_predicted_with_the_model_of_their_cluster(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--federated.algorithm=ifca", "--model.init=xavier", "--runtime.keep_checkpoints=true")
+    whole, directory = killed_and_resumed(train, 1, *options)
+    assert results(directory)["clients"] == results(whole)["clients"]
+    assert np.array_equal(weights(directory), weights(whole))
+    row = (directory / "clients.csv").read_text().splitlines()[1].split(",")
+    assert row[0] == "seen"
+    capsys.readouterr()
+    assert run(predict, [str(directory), f"--user={row[2]}", f"--output={tmp_path / 'masks'}"]) == 0
+    assert [*(tmp_path / "masks").rglob("*.png")]
 
 
 def test_users_are_scored_in_the_precision_of_their_split(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.core.clients import dealt_sets
+from benchmarks.core.single_users import trained_users
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair, main
 from dataset.cli import run
@@ -142,6 +143,9 @@ def test_a_partition_of_the_file_trains(patients: Path, tmp_path: Path) -> None:
         assert run(main, [*words, "--federated.cohort_size=2"]) == 0
     with DataFile(patients) as file:
         flair = Flair(parse([*TINY, *FL, "--data.partition=users"]), file)
-        assert flair.trained_users() == {"all", *(f"patient-{number}" for number in range(4))}
+        whose = {"all", *(f"patient-{number}" for number in range(4))}
+        assert set(trained_users(flair, "test")) >= whose
+        drawn = trained_users(Flair(parse([*TINY, *FL, LINEAR]), file), "test")
+        assert {name for name in drawn if not name.startswith(("val-", "test-"))} == {"all"}
     with DataFile(patients.with_name("chest.hdf5")) as file:  # as to predict on: nothing is dealt there
         assert Flair(parse([*TINY, *FL, "--data.partition=users"]), file).split("test").num_images == 40

@@ -56,6 +56,7 @@ CALLS = [
     ("figures", "torn --output_dir=out", "torn is not a complete run (JSONDecodeError"),
     ("figures", "unscored --output_dir=out", "unscored is not a complete run (no line"),
     ("figures", "users --output_dir=out", "per_user.json is damaged"),
+    ("figures", "strangers --output_dir=out", "has scores of the users of other data than the run's"),
     ("figures", "--data_path=nowhere.hdf5 --output_dir=out", "nowhere.hdf5: no such file"),
     ("figures", "--data_path=file --output_dir=out", "file"),
     ("figures", "--data_path=mini --threads=0 --output_dir=out", "--threads is 0"),
@@ -160,12 +161,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(top / "other", "pfl-r-17", shift=1.0)
     make_run(top / "small", "fl-r-17", "--scale=small", seed=1)
     make_run(top / "half", finished=False)
-    made = {name: make_run(top / name, "pfl-r-17") for name in ("cut", "list", "torn", "unscored", "users")}
+    made = {
+        name: make_run(top / name, "pfl-r-17")
+        for name in ("cut", "list", "torn", "unscored", "users", "strangers")
+    }
     (made["cut"] / "results.json").write_text((made["cut"] / "results.json").read_text()[:100])
     (made["list"] / "results.json").write_text("[1, 2]")
     (made["torn"] / "metrics.jsonl").write_text('{"round": 0}\n{"rou')
     (made["unscored"] / "metrics.jsonl").write_text('{"round": 0}\n')
     (made["users"] / "per_user.json").write_text("[[")
+    (made["strangers"] / "per_user.json").write_text('{"split": "test", "images": [2, 3]}')
     make_run(top / "torn_runs" / "fl-r-17-seed0")
     (top / "torn_runs" / "fl-r-17-seed0" / "results.json").write_text("{")
     made_run(top / "vision", "cifar10-fedavg", 0, 40.0)

@@ -101,7 +101,9 @@ def test_a_run_scores_its_users_and_a_report_shows_them(
         np.sort(values)[: -(-len(values) // 10)].mean(), abs=1e-4
     )
     rows = list(csv.DictReader((tmp_path / "plain" / "clients.csv").read_text().splitlines()))
-    assert list(rows[0])[:7] == ["group", "split", "user", "images", "model", "loss", "accuracy"]
+    heads = ["group", "split", "user", "images", "training_images", "model", "loss", "accuracy"]
+    assert list(rows[0])[:8] == heads
+    assert {row["training_images"] for row in rows} == {"0"}
     assert {(row["group"], row["split"], row["model"]) for row in rows} == {("new", "test", "server")}
     assert [float(row["accuracy"]) for row in rows] == pytest.approx(values, abs=1e-4)
     assert [int(row["images"]) for row in rows] == sizes

@@ -16,13 +16,16 @@ from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
 
+import benchmarks
+from benchmarks import console
+from benchmarks.console import train_commands
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree, dotted
 from benchmarks.flair.config import parse
 from benchmarks.sweep import command
 from benchmarks.sweep.command import ranked_run, training_words
 from benchmarks.sweep.parameter import Parameter
-from benchmarks.sweep.space import PROGRAMS, SWEEPS, EarlyTerminate, Sweep, command_words, read_sweep
+from benchmarks.sweep.space import SWEEPS, EarlyTerminate, Sweep, command_words, read_sweep
 
 COMMAND = ["${env}", "${interpreter}", "-m", "benchmarks.flair.train", "--config=fl-r-17", "${args}"]
 METRIC = {"name": "val/C-AP", "goal": "maximize"}
@@ -237,7 +240,7 @@ def test_a_draw_from_many_whole_numbers_lists_none_of_them(tmp_path: Path) -> No
     [
         (None, None, "benchmarks.flair.train"),
         ("benchmarks/visual_classification/train.py", None, "benchmarks.visual_classification.train"),
-        *((None, name, name) for name in PROGRAMS),
+        *((None, name, name) for name in train_commands().values()),
     ],
 )
 def test_without_a_command_a_benchmarks_training_is_run(
@@ -249,6 +252,24 @@ def test_without_a_command_a_benchmarks_training_is_run(
     assert sweep.program_module == module
     assert sweep.ranking.name.removeprefix("val/") in sweep.experiment.scores
     assert module.removesuffix(".train").removeprefix("benchmarks.") in (command.__doc__ or "")
+
+
+def test_a_benchmark_without_a_config_py_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    top = tmp_path / "benchmarks"
+    for name, text in (("one", "from benchmarks.flair.train import EXPERIMENT"), ("none", "")):
+        (top / f"of_{name}").mkdir(parents=True)
+        (top / f"of_{name}" / "train.py").write_text(text)
+    monkeypatch.setattr(console, "ROOT", top)
+    monkeypatch.setattr(benchmarks, "__path__", [*benchmarks.__path__, str(top)])
+    for name in ("one", "none"):
+        program = f"benchmarks.of_{name}.train"
+        file = written(tmp_path, {"seed": {"value": 1}}, command=None, program=program, metric=None)
+        sweep = read_sweep(file)[0]
+        if name == "one":
+            assert sweep.ranking.name == "val/C-AP"
+        else:
+            with pytest.raises(ValueError, match=r"of_none\.train does not say what it trains: set EXPERIM"):
+                sweep.ranking  # noqa: B018
 
 
 def test_a_key_that_training_does_not_know_is_named_before_any_trial() -> None:

@@ -371,6 +371,8 @@ def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"round": 0, "val": {"C-AP": 3.5}}\n{"round": 1}\n{"round": 2, "val": {"C-A')
     assert read_values(path, "val/C-AP") == [(0, 3.5)]
+    path.write_text('{"round": 2, not parsed}\n{"round": 3, "val": {"C-AP": 4.5}}\n')
+    assert read_values(path, "val/C-AP") == [(3, 4.5)], "lines without scores of val are not parsed"
     assert read_values(tmp_path / "none", "val/C-AP") == []
 
 

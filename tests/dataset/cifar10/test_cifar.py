@@ -23,7 +23,7 @@ from dataset.cifar10_pfl.download_preprocess import CIFAR10_PFL
 from dataset.cli import run
 from dataset.fetch import http
 from dataset.fetch.http import Patience
-from dataset.journal import only_writer
+from dataset.journal import only_downloader, only_writer
 from dataset.partitions import __main__ as partitions
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import main as describe
@@ -276,10 +276,13 @@ def test_images_that_arrive_damaged_are_downloaded_again(
 def test_nothing_is_downloaded_for_a_file_that_another_process_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(tmp_path / "served") as server, only_writer(tmp_path / "f.hdf5"):
+    down, more = tmp_path / "down", ("--splits", "none", "--source")
+    with serving(tmp_path / "served") as server, only_downloader(down), only_writer(tmp_path / "f.hdf5"):
         spec = write_binary(CIFAR10, server.root)
-        assert make(spec, tmp_path / "f.hdf5", "--source", server.url, "--splits", "none") == 2
+        assert make(spec, tmp_path / "f.hdf5", *more, server.url) == 2
         assert "another process is writing" in error_of(capsys)
+        assert make(spec, tmp_path / "g.hdf5", *more, server.url, "--download_folder", down) == 2
+        assert "another process is downloading into" in error_of(capsys)
         assert server.asked == []
 
 

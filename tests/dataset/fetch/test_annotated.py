@@ -15,7 +15,7 @@ from dataset.camvid import download_preprocess as camvid
 from dataset.cli import run
 from dataset.fetch import http
 from dataset.fetch.voc import CLASSES
-from dataset.journal import only_writer
+from dataset.journal import only_downloader, only_writer
 from dataset.store.annotations import BACKGROUND, CROWD, DIFFICULT, VOID, Boxes, Masks
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
@@ -140,6 +140,19 @@ def test_nothing_is_downloaded_for_a_file_that_another_process_writes(
     assert f"error: another process is writing {output}: wait until it ends" in capsys.readouterr().err
     assert server.asked == []
     assert {path.name for path in tmp_path.iterdir()} == {"served"}
+
+
+def test_two_commands_do_not_share_a_download_folder(
+    tmp_path: Path, server: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would cut off each other's half files, and the first to end would delete what the other reads."""
+    spec, folder = served("voc2007", server.root, server.url), tmp_path / "down"
+    with only_downloader(folder):
+        assert make(spec, tmp_path / "f.hdf5", f"--download_folder={folder}") == 2
+    assert f"error: another process is downloading into {folder}: wait until" in capsys.readouterr().err
+    assert server.asked == []
+    assert make(spec, tmp_path / "f.hdf5", f"--download_folder={folder}") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"served", "f.hdf5"}
 
 
 def test_a_download_goes_on_where_it_broke_and_is_checked(

@@ -20,7 +20,7 @@ from dataset.cli import run
 from dataset.fetch import http, listed
 from dataset.fetch.http import Patience
 from dataset.fetch.listed import ListedSet, keep, read_lists
-from dataset.journal import only_writer
+from dataset.journal import only_downloader, only_writer
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
 from dataset.store.views import SingleLabelView
@@ -113,6 +113,9 @@ def test_nothing_is_downloaded_for_a_file_that_another_process_writes(
     with only_writer(output):
         assert make(spec, output) == 2
     assert f"error: another process is writing {output}: wait until it ends" in capsys.readouterr().err
+    with only_downloader(tmp_path):
+        assert make(spec, output, f"--download_folder={tmp_path}") == 2
+    assert f"error: another process is downloading into {tmp_path}: wait" in capsys.readouterr().err
     assert server.asked == []
 
 

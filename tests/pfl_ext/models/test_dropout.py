@@ -16,7 +16,8 @@ from pfl_ext.data.transforms import draw_crops, draw_keys
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.dropout import KeyedDropout, dropping, keyed, mixed
+from pfl_ext.models.dropout import KeyedDropout, count_left_out, dropping, keyed, mixed
+from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, drawn, rounding_of, without_noise
 
@@ -152,6 +153,20 @@ def test_xavier_draws_all_weights_by_glorots_uniform() -> None:
             limit**2 / 3, rel=SIGMAS * (0.8 / weights.numel()) ** 0.5
         )
         assert 0 < float(layer.bias.detach().abs().max()) <= fan_in**-0.5, "torch's own"
+
+
+def test_dropout_of_probability_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of torchvision's transformers: nothing is left out, and nothing can be kept."""
+
+    def of_none(num_labels: int, input_size: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.0), nn.Linear(3 * input_size**2, num_labels))
+
+    NETWORKS.names()
+    monkeypatch.setitem(NETWORKS._things, "of_none", of_none)
+    plain = build_backbone(ModelConfig("of_none", 8), 5, torch.Generator().manual_seed(0))
+    assert count_left_out(plain) == 0
+    with pytest.raises(ValueError, match=r"model\.dropout is true, but of_none has no dropout: set model"):
+        network("of_none")
 
 
 def test_a_network_without_dropout_is_told_so() -> None:

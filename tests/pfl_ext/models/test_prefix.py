@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchvision.models import VisionTransformer
 
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
@@ -83,6 +84,17 @@ class Doubled(nn.Module):
 def test_what_cannot_be_run_apart_says_why(config: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Prefix(last_blocks(**config))
+
+
+def test_a_network_that_takes_nothing_but_images_says_why() -> None:
+    """torchvision's transformers cut an image into patches in ``forward``; the reason was Python's own."""
+    whole = last_blocks(arch="lenet")
+    network = VisionTransformer(whole.input_size, whole.input_size // 2, 2, 2, 8, 8, num_classes=5)
+    network.requires_grad_(False)
+    network.encoder.get_submodule("layers.encoder_layer_1").requires_grad_(True)
+    whole.backbone = network
+    with pytest.raises(ValueError, match=r"layers after .*encoder_layer_0 cannot be run by themselves"):
+        Prefix(whole)
 
 
 def test_what_precedes_the_blocks_and_is_no_module_is_noticed() -> None:

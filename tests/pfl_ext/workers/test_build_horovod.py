@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,8 +74,8 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(build_horovod, "run", run)
     monkeypatch.setattr(build_horovod, "fetch", lambda folder: folder)
-    for name in ("repair", "check_tools"):
-        monkeypatch.setattr(build_horovod, name, lambda *_: None)
+    monkeypatch.setattr(build_horovod, "repair", lambda *_: None)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(build_horovod, "cuda_home", lambda *_: None)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "horovod" else find(name))
@@ -82,24 +83,32 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+def test_without_a_compiler_nothing_is_installed(steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="built from source and there is no "):
+        build_horovod.main([])
+    assert steps == []
+
+
 def test_a_second_environment_takes_the_wheel_that_was_built(
     steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = ["building Horovod", "installing Horovod"]
+    built = ["installing what Horovod's build needs", "building Horovod", "installing Horovod"]
+    kept = ["installing what Horovod needs", "installing"]
     proof = ["the all-reduce over two processes under horovodrun"]
     for words, wheel, expected in (
         ([], "whole", [*built, *proof]),
-        ([], "whole", ["installing", *proof]),
+        ([], "whole", [*kept, *proof]),
         (["--force"], "whole", [*built, *proof]),
-        ([], "damaged", ["installing", *built, *proof]),
-        ([], "whole", ["installing", *proof]),
+        ([], "damaged", [*kept, *built, *proof]),
+        ([], "whole", [*kept, *proof]),
     ):
         steps.clear()
-        for kept in tmp_path.glob("cache/pfl_ext/horovod-*/horovod.whl"):
-            kept.write_text(wheel)
+        for path in tmp_path.glob("cache/pfl_ext/horovod-*/horovod.whl"):
+            path.write_text(wheel)
         build_horovod.main(words)
-        assert steps[1:] == expected, (words, wheel)
+        assert steps == expected, (words, wheel)
     monkeypatch.setattr(build_horovod, "cuda_home", lambda *_: tmp_path)
     steps.clear()
     build_horovod.main([])
-    assert steps[1:] == [*built, *proof], "a wheel for CUDA names files of its own environment"
+    assert steps == [*built, *proof], "a wheel for CUDA names files of its own environment"
