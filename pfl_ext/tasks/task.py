@@ -214,6 +214,10 @@ class WeightedTask(Task):
     def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> Float32Array:
         """Targets ``[n, K]`` with the weights of the events that happened in each image."""
 
+    def alike(self, annotations: npt.NDArray[Any]) -> Float32Array:
+        """Targets ``[n, K]`` in which every event has the weight 1, so that the loss is the plain one."""
+        return self.weighted(annotations, np.ones_like(self.event_shares(np.zeros(annotations.shape[1]))))
+
 
 def mean_of_known(values: FloatArray) -> float:
     """The mean of the values that are not NaN; 0 without any."""
