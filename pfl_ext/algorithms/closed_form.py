@@ -116,6 +116,11 @@ class ClosedForm(Algorithm[Sums]):
         """
         name = cls.__name__
         backbone = setup.module.backbone
+        if not setup.users.has_labels:
+            raise ValueError(
+                f"{name} computes a head for labels, and these annotations are other numbers: choose another "
+                "federated.algorithm"
+            )
         path, head = head_of(backbone)
         trained = {name for name, p in backbone.named_parameters() if p.requires_grad}
         if not isinstance(head, nn.Linear):

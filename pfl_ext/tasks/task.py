@@ -180,7 +180,9 @@ class Task(ABC):
         Raises:
             ValueError: when the task does not support this.
         """
-        raise ValueError(f"{type(self).__name__} has no form with importance weights: set reweight to none")
+        raise ValueError(
+            f"{type(self).__name__} has no form with importance weights: set federated.reweight to none"
+        )
 
 
 class WeightedTask(Task):
