@@ -122,7 +122,7 @@ def test_importance_weights_multiply_the_loss() -> None:
 class Seasons(MultiLabel):
     """A task of one's own, with an argument and scores of its own."""
 
-    headline = ("seasons",)
+    headline = ("seasons", "months")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -143,8 +143,8 @@ def test_a_task_of_ones_own_keeps_its_class_with_importance_weights() -> None:
     assert isinstance(task, Seasons)
     assert isinstance(task, WeightedMultiLabel)
     assert task.reweighted() is task
-    assert (task.names, task.headline) == (("spring", "autumn"), ("seasons",))
-    assert task.summarise(None) == {"seasons": 1.0}
+    assert (task.names, task.headline) == (("spring", "autumn"), ("seasons", "months"))
+    assert task.summarise(None) == {"seasons": 1.0, "months": 1.0}
     outputs, targets = logits(4, 3), torch.tensor([[2.0, -1, -1]] * 4)
     expected = WeightedMultiLabel(TrainingLoss(focal_gamma=2)).loss(outputs, targets)
     assert torch.equal(task.loss(outputs, targets), expected)
