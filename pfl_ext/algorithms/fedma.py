@@ -131,12 +131,12 @@ class FedMA(Algorithm[list[Weights]]):
                     f"federated.options.{field.name} has no effect because no neuron can be added: "
                     "remove it, or set federated.options.room"
                 )
+        *hidden, last = layers_of(setup.module.backbone, BACKBONE)
         if not setup.users.has_labels:
             raise ValueError(
                 "fedma averages the last layer by how many images of each class a user has, and these "
                 "annotations are no labels: choose another federated.algorithm"
             )
-        *hidden, last = layers_of(setup.module.backbone, BACKBONE)
         layers = len([*hidden, last])
         if options.room and not any(rounded_down(options.room, layer.neurons) for layer in hidden):
             raise ValueError(
