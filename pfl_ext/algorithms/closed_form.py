@@ -125,6 +125,11 @@ class ClosedForm(Algorithm[Sums]):
             )
         if trained != {f"{path}.{name}" for name, _ in head.named_parameters()}:
             raise ValueError(f"{name} computes only the last layer: set model.trained to head")
+        if not setup.users.has_labels:
+            raise ValueError(
+                f"{name} computes a head for labels, and these annotations are other numbers: choose another "
+                "federated.algorithm"
+            )
         refuse_beyond_memory(
             cls.square_matrices * WIDE * head.in_features**2,
             f"{name} solves for a layer of {head.in_features:,} features",

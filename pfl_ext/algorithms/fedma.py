@@ -133,6 +133,11 @@ class FedMA(Algorithm[list[Weights]]):
                     "remove it, or set federated.options.room"
                 )
         *hidden, last = layers_of(setup.module.backbone, BACKBONE)
+        if not setup.users.has_labels:
+            raise ValueError(
+                "fedma averages the last layer by how many images of each class a user has, and these "
+                "annotations are no labels: choose another federated.algorithm"
+            )
         layers = len([*hidden, last])
         if options.room and not any(rounded_down(options.room, layer.neurons) for layer in hidden):
             raise ValueError(

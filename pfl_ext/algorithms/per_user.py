@@ -29,7 +29,7 @@ from pfl_ext.data.user_images import Annotations, UserImages
 from pfl_ext.engine.training import PerVariableClippedSGD
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
-from pfl_ext.tasks.task import Task
+from pfl_ext.tasks.task import Task, WeightedTask
 from pfl_ext.workers.distributed import begin_work
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -249,9 +249,11 @@ def _fine_tune(
     optimizer: torch.optim.Optimizer = torch.optim.SGD(trainable, lr=tuning.learning_rate)
     if tuning.max_grad_norm is not None:
         optimizer = PerVariableClippedSGD(trainable, lr=tuning.learning_rate, max_norm=tuning.max_grad_norm)
-    collate = module.task.collate
+    (images, annotations), task = data, module.task
+    if isinstance(task, WeightedTask):  # FedIR's weights are for users who train together
+        annotations = task.alike(annotations)
     rng = stream(tuning.split_seed, "personal training", name)
-    user = UserImages(*data, name, tuning.sampling, rng, collate)
+    user = UserImages(images, annotations, name, tuning.sampling, rng, task.collate)
     for _ in range(tuning.sampling.num_epochs):
         for batch in user.iter(tuning.sampling.batch_size):
             optimizer.zero_grad()

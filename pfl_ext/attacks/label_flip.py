@@ -45,12 +45,13 @@ class LabelFlip(Attack):
         """The store with the attackers' labels ``[n, K]`` flipped.
 
         Raises:
-            ValueError: for masks or boxes.
+            ValueError: for masks or boxes, and for a single label, whose reverse is itself.
         """
-        if store.targets(np.zeros(1, np.int64)).ndim != 2:
+        shape = store.targets(np.zeros(1, np.int64)).shape
+        if len(shape) != 2 or shape[1] < 2:
             raise ValueError(
-                "attack.kind is label_flip, which needs images with labels, but this task has masks or "
-                "boxes: choose another attack"
+                "attack.kind is label_flip, which needs images with two labels or more, but this task has "
+                "masks, boxes, or a single label: choose another attack"
             )
         flipped: Any = FlippedLabels(store, owned)
         return flipped  # type: ignore[no-any-return]

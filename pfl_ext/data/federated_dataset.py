@@ -197,6 +197,12 @@ class FederatedImageDataset(FederatedDataset):
         return int(self.images.sum())
 
     @property
+    def has_labels(self) -> bool:
+        """Whether annotations are labels ``[N, K]`` of 0 and 1, by those of the first images."""
+        some = self.store.targets(self.partition.rows[:256])
+        return some.ndim == 2 and bool(np.isin(some, (0, 1)).all())
+
+    @property
     def is_proportional(self) -> bool:
         """Whether users are drawn in proportion to their images."""
         return self._sampler.startswith("proportional")

@@ -83,17 +83,27 @@ class MultiLabel(Task):
         return scores.shown(column)
 
     def reweighted(self) -> WeightedTask:
-        """`WeightedMultiLabel`.
+        """This task as a `WeightedMultiLabel`; a task of one's own keeps all else of its class.
 
         Raises:
-            ValueError: where images are mixed; signed weights of two labels have no mixture.
+            ValueError: where images are mixed; signed weights of two labels have no mixture. And for a task
+                of one's own with another loss, which would not be weighted.
         """
         if self._loss.mixes:
             raise ValueError(
                 "federated.reweight weights present and absent labels differently, so several labels of two "
                 "images cannot be mixed: set it to none, or augment.mixup and augment.cutmix to none"
             )
-        return WeightedMultiLabel(self._loss)
+        kind = type(self)
+        for name in ("collate", "settled", "image_losses", "loss"):
+            if getattr(kind, name) is not getattr(MultiLabel, name):
+                raise ValueError(
+                    f"{kind.__name__} has its own {name}, which reads plain labels and not those that "
+                    "FedIR has weighted: set federated.reweight to none"
+                )
+        weighted: WeightedTask = object.__new__(type(kind.__name__, (WeightedMultiLabel, kind), {}))
+        vars(weighted).update(vars(self))
+        return weighted
 
 
 class WeightedMultiLabel(WeightedTask, MultiLabel):

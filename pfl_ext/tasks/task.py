@@ -180,7 +180,9 @@ class Task(ABC):
         Raises:
             ValueError: when the task does not support this.
         """
-        raise ValueError(f"{type(self).__name__} has no form with importance weights: set reweight to none")
+        raise ValueError(
+            f"{type(self).__name__} has no form with importance weights: set federated.reweight to none"
+        )
 
 
 class WeightedTask(Task):
@@ -213,6 +215,10 @@ class WeightedTask(Task):
     @abstractmethod
     def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> Float32Array:
         """Targets ``[n, K]`` with the weights of the events that happened in each image."""
+
+    def alike(self, annotations: npt.NDArray[Any]) -> Float32Array:
+        """Targets ``[n, K]`` in which every event has the weight 1, so that the loss is the plain one."""
+        return self.weighted(annotations, np.ones_like(self.event_shares(np.zeros(annotations.shape[1]))))
 
 
 def mean_of_known(values: FloatArray) -> float:

@@ -280,12 +280,13 @@ def check_training(config: TrainingConfig) -> None:
         local.check_schedule("local", config.local_learning_rate, rounds, local.head_rate_factor)
         server.check_schedule("server", server.learning_rate, rounds, server.head_rate_factor)
         config.server.rate(0, federated.num_rounds)  # refuses a warm-up that is too long
-        config.local.check_virtual(federated.weighting == "images")
+        weighting_unread = "federated.weighting" in federated.chosen.idle.split() or counts_alike(config)
+        by_images = federated.weighting == "images" and not weighting_unread
+        config.local.check_virtual(by_images)
         proportional = federated.sampling == "proportional"
         refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)
-        weighting_unread = "federated.weighting" in federated.chosen.idle.split() or counts_alike(config)
-        if proportional and federated.weighting == "images" and not weighting_unread:
+        if proportional and by_images:
             raise ValueError(
                 "federated.sampling is proportional and federated.weighting is images, so a user's number of "
                 "images would count twice: set federated.weighting to users"

@@ -172,6 +172,14 @@ def test_two_private_workers_are_killed_and_go_on_to_the_bit(file: Path, tmp_pat
         (["--data.most_degrees=-3"], "data.most_degrees is '-3': input should be greater than 0"),
         (["--evaluation.best_by=accuracy"], "choose one of loss, within a tenth, last"),
         ([*PRIVATE, "--federated.algorithm=fednova"], "privacy refuses federated.algorithm = fednova"),
+        (
+            ["--federated.algorithm=fedma", "--federated.num_rounds=5", "--evaluation.best_by=last"],
+            "fedma averages the last layer by how many images of each class a user has, and these",
+        ),
+        (
+            ["--federated.algorithm=fed3r", "--model.trained=head", "--evaluation.best_by=last"],
+            "Fed3R computes a head for labels, and these annotations are other numbers: choose another",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused_in_one_line(

@@ -79,6 +79,15 @@ def test_a_users_images_count_once() -> None:
     parse(["--config=cifar10-fedavg", "--federated.sampling=proportional", "--federated.algorithm=split"])
 
 
+@pytest.mark.parametrize("word", ["--federated.algorithm=dsgd", "--aggregation.kind=median"])
+def test_virtual_clients_go_with_what_reads_no_weighting(word: str) -> None:
+    """Before, it was refused with advice to set weighting to users, which is refused as without effect."""
+    words = ["--config=cifar10-fedavg", "--local.virtual_size=32", word]
+    assert parse(words).config.local.virtual_size == 32
+    with pytest.raises(ValueError, match=r"--federated.weighting has no effect where"):
+        parse([*words, "--federated.weighting=users"])
+
+
 def test_the_effective_rate_is_the_clients_over_one_minus_momentum() -> None:
 
     words = ["--config=cifar10-fedavgm", "--local.effective_learning_rate=0.1"]

@@ -260,6 +260,9 @@ def test_labels_are_flipped_of_attackers_alone() -> None:
     np.testing.assert_array_equal(after[1], before[1])
     np.testing.assert_array_equal(after, flipped.targets(rows))
     assert flipped.user_ids == store.user_ids
-    boxes = mock.Mock(targets=lambda rows: np.zeros((len(rows), 4, 5)))
-    with pytest.raises(ValueError, match=r"attack.kind is label_flip, which needs images with labels, but"):
-        attack("label_flip").images(boxes, owned)
+    for of_image in ((4, 5), (1,)):  # boxes, and a single label, which flipping would not change
+        other = mock.Mock(targets=lambda rows, shape=of_image: np.zeros((len(rows), *shape)))
+        with pytest.raises(
+            ValueError, match=r"attack.kind is label_flip, which needs images with two labels"
+        ):
+            attack("label_flip").images(other, owned)

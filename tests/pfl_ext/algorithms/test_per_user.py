@@ -124,6 +124,14 @@ def test_fine_tuning_is_a_function_of_its_seed_and_each_user_alone() -> None:
     np.testing.assert_array_equal(alone.after.scores(), one.after.scores()[one.offsets[1] :])
 
 
+def test_fine_tuning_after_fedir_is_with_the_plain_loss() -> None:
+    """Plain labels were read as weights of 0 and 1, and a label that a batch lacks gave NaN."""
+    module = network()
+    module.task = MultiLabel().reweighted()
+    found, plain = personalise(module, Store(), tuning()), personalise(network(), Store(), tuning())
+    assert_close_as_vector(found.after.scores(), plain.after.scores(), 1000)
+
+
 def test_no_user_large_enough_is_a_mistake_that_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"lower personal.min_images below 10"):
         personalise(network(), Store(), tuning(min_images=10))

@@ -97,5 +97,5 @@ def test_it_is_scored_from_whole_images(batch_size: int) -> None:
 
 
 def test_it_has_no_form_with_importance_weights() -> None:
-    with pytest.raises(ValueError, match="Pixels has no form with importance weights: set reweight to none"):
+    with pytest.raises(ValueError, match="Pixels has no form with importance weights: set federated"):
         Pixels().reweighted()

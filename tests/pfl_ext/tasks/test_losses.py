@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -115,6 +117,39 @@ def test_importance_weights_multiply_the_loss() -> None:
     found = MultiLabel().trained_by(loss).reweighted().image_losses(outputs, targets)
     plain = loss.of_labels(outputs, (targets > 0).float())
     assert torch.equal(found, (plain * targets.abs()).mean(1))
+
+
+class Seasons(MultiLabel):
+    """A task of one's own, with an argument and scores of its own."""
+
+    headline = ("seasons", "months")
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+
+    def summarise(self, statistics: Any) -> dict[str, float]:
+        return dict.fromkeys(self.headline, 1.0)
+
+
+class Doubled(MultiLabel):
+    def image_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 2 * super().image_losses(outputs, targets)
+
+
+def test_a_task_of_ones_own_keeps_its_class_with_importance_weights() -> None:
+    """Before, `WeightedMultiLabel` took its place, with the scores of `MultiLabel`."""
+    task = Seasons(("spring", "autumn")).trained_by(TrainingLoss(focal_gamma=2)).reweighted()
+    assert isinstance(task, Seasons)
+    assert isinstance(task, WeightedMultiLabel)
+    assert task.reweighted() is task
+    assert (task.names, task.headline) == (("spring", "autumn"), ("seasons", "months"))
+    assert task.summarise(None) == {"seasons": 1.0, "months": 1.0}
+    outputs, targets = logits(4, 3), torch.tensor([[2.0, -1, -1]] * 4)
+    expected = WeightedMultiLabel(TrainingLoss(focal_gamma=2)).loss(outputs, targets)
+    assert torch.equal(task.loss(outputs, targets), expected)
+    with pytest.raises(ValueError, match=r"Doubled has its own image_losses, .* set federated.reweight"):
+        Doubled().reweighted()
 
 
 @pytest.mark.parametrize(
