@@ -1,4 +1,4 @@
-"""Color jitter: torchvision's operations on each image by its key alone, in training, in both engines."""
+"""Color jitter: torchvision's operations, on each image by its key alone. See also test_cutout.py."""
 
 from __future__ import annotations
 
@@ -11,22 +11,11 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.color_jitter import STREAM, jittered
 from pfl_ext.models.dropout import drawn, keys_in
 from pfl_ext.tasks.segmentation import Segmentation
-from pfl_ext.tasks.single_label import SingleLabel
-from tests.pfl_ext.engine.setting import (
-    LABELS,
-    Setting,
-    distance,
-    rounding_of,
-    small_backbone,
-    wide_backbone,
-    without_noise,
-)
 from tests.pfl_ext.models.test_cutout import crops_of
 
 CHANGES: Any = (
@@ -77,20 +66,6 @@ def test_an_image_changes_in_the_same_way_whoever_is_beside_it() -> None:
     torch.testing.assert_close(jittered(x[rows], crops[rows], 0.4), whole[rows], rtol=0, atol=1e-6)
 
 
-def test_training_jitters_and_evaluation_does_not() -> None:
-    images = torch.randint(0, 256, (4, 12, 12, 3), dtype=torch.uint8)
-    crops, targets = crops_of(4), torch.eye(LABELS)[:4]
-    model, plain = (
-        ImageClassifier(small_backbone(), input_size=10, task=SingleLabel(), color_jitter=strength)
-        for strength in (0.4, None)
-    )
-    whole = plain.loss(images, targets, crops)
-    assert model.loss(images, targets, crops) != whole
-    assert model.loss(images, targets, crops[:, :6]) == whole
-    assert model.metrics(images, targets, crops)["loss"].overall_value == pytest.approx(whole.item())
-    assert torch.equal(model(images, crops), plain(images, crops))
-
-
 def test_masks_stay_and_colors_change_before_they_are_normalised() -> None:
     images = torch.randint(0, 256, (4, 12, 12, 3), dtype=torch.uint8)
     masks = torch.randint(0, 3, (4, 12, 12), dtype=torch.uint8)
@@ -105,25 +80,3 @@ def test_masks_stay_and_colors_change_before_they_are_normalised() -> None:
     assert torch.equal(targets, same)
     by_hand = (jittered(pixels, crops_of(4), 0.4) - model.mean[:, None, None]) / model.std[:, None, None]
     torch.testing.assert_close(x, by_hand, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"clipping": "none", "max_norm": 0.0, "learning_rate": 0.05, "momentum": 0.6},
-        {"backbone": wide_backbone},
-        {"more": [without_noise(0.3)], "by_images": False},
-    ],
-    ids=["plain", "momentum", "compiled", "private"],
-)
-def test_the_engine_jitters_what_pfls_loop_jitters(more: dict[str, Any]) -> None:
-    """Users of one step, who go together, and of several; crops that the engine would frame itself."""
-    sampling = LocalSampling(num_epochs=2, batch_size=4, straddle=True, input_size=10, keys=True)
-    common: dict[str, Any] = {"backbone": small_backbone, "sampling": sampling, **more}
-    setting = Setting([1, 2, 2, 9, 1, 5], color_jitter=0.5, **common)
-    theirs = setting.run(False)[0]
-    bound = rounding_of(setting)
-    assert distance(setting.run(True, lanes=2)[0], theirs) <= min(bound, 1e-4)
-    without = Setting(setting.sizes, **common)
-    assert distance(without.run(True)[0], theirs) > 100 * bound, "and something changes"

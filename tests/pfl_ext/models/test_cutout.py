@@ -1,4 +1,4 @@
-"""Cutout: which square is hidden, that it depends on the image's key alone, and that both engines hide it."""
+"""Cutout: which square is hidden, by the image's key alone; and that both engines change images by keys."""
 
 from __future__ import annotations
 
@@ -91,16 +91,18 @@ def test_nothing_is_hidden_without_keys() -> None:
     assert torch.equal(cut_out(x, crops[:, :6], 4), x)
 
 
-def test_loss_hides_and_evaluation_does_not() -> None:
+@pytest.mark.parametrize("change", [{"cutout": 5}, {"color_jitter": 0.4}], ids=["cutout", "color_jitter"])
+def test_loss_is_of_changed_images_and_evaluation_is_not(change: dict[str, Any]) -> None:
     images = torch.randint(0, 256, (4, 12, 12, 3), dtype=torch.uint8)
     crops, targets = crops_of(4), torch.eye(LABELS)[:4]
     model, plain = (
-        ImageClassifier(small_backbone(), input_size=10, task=SingleLabel(), cutout=cutout)
-        for cutout in (5, None)
+        ImageClassifier(small_backbone(), input_size=10, task=SingleLabel(), **changes)
+        for changes in (change, {})
     )
     whole = plain.loss(images, targets, crops)
     assert model.loss(images, targets, crops) != whole
-    assert torch.equal(model.prepare(images, targets, crops)[0] == 0, _zeros(model, images, crops))
+    if "cutout" in change:
+        assert torch.equal(model.prepare(images, targets, crops)[0] == 0, _zeros(model, images, crops))
     assert model.loss(images, targets, crops[:, :6]) == whole
     assert model.metrics(images, targets, crops)["loss"].overall_value == pytest.approx(whole.item())
     assert torch.equal(model(images, crops), plain(images, crops))
@@ -130,16 +132,20 @@ def test_targets_with_a_place_are_refused(task: Any) -> None:
     ],
     ids=["plain", "momentum", "compiled", "private"],
 )
-@pytest.mark.parametrize("exact", [True, False])
-def test_the_engine_hides_what_pfls_loop_hides(more: dict[str, Any], exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("change", "exact"), [({"cutout": 5}, True), ({"cutout": 5}, False), ({"color_jitter": 0.5}, True)]
+)
+def test_the_engine_changes_images_as_pfls_loop_does(
+    more: dict[str, Any], change: dict[str, Any], exact: bool
+) -> None:
     """Users of one step, who go together, and of several; crops that the engine frames itself, and others."""
     crop: Any = "crop" if exact else "resized"
     sampling = LocalSampling(num_epochs=2, batch_size=4, straddle=True, input_size=10, crop=crop, keys=True)
     common: dict[str, Any] = {"backbone": small_backbone, "sampling": sampling, **more}
-    setting = Setting([1, 2, 2, 9, 1, 5], cutout=5, exact_crops=exact, **common)
+    setting = Setting([1, 2, 2, 9, 1, 5], exact_crops=exact, **common, **change)
     theirs = setting.run(False)[0]
     bound = rounding_of(setting)
     for lanes in (1, 2):
         assert distance(setting.run(True, lanes=lanes)[0], theirs) <= min(bound, 1e-4)
     without = Setting(setting.sizes, exact_crops=exact, **common)
-    assert distance(without.run(True)[0], theirs) > 100 * bound, "and something is hidden"
+    assert distance(without.run(True)[0], theirs) > 100 * bound, "and something changes"
