@@ -191,7 +191,7 @@ BY_ROUNDING = (
     "fedma",
 )
 """Parts of words with which rounding decides what happens."""
-NEAR = 2e-3
+NEAR = 1e-2
 """Largest distance of the engines' models, relative to how far training has moved them."""
 VERDICTS = ("refused", "fine", "rounding", "finding")
 KILL = At("benchmarks.core.recorder:Recorder.save", 1, False)
