@@ -69,7 +69,7 @@ class Subject(NamedTuple):
     spec: MiniSpec
     words: tuple[str, ...]
     share: float
-    """Of all draws."""
+    """Share of all draws."""
 
 
 OF_PLACES = replace(SPEC, image_size=32, max_user_images=3)

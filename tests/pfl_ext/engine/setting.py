@@ -355,12 +355,16 @@ def rounding_of(setting: Setting, unit: float = 2.0**-24, roundings: float | Non
 def inexact_settings(
     setting: Setting, unit: float = 2.0**-24, roundings: float | None = None
 ) -> list[Setting]:
-    """The round in float64, and twice from weights that are off; for `rounding_of`."""
+    """The round in float64, and from weights that are off; for `rounding_of`.
+
+    bfloat16's few and large roundings have effects that differ by a factor of two from draw to draw, so that
+    it has four draws and not two.
+    """
     layers = [m for m in setting.backbone().modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     off = unit * (roundings or math.sqrt(max(layer.weight[0].numel() for layer in layers)))
     return [
         replace(setting, amp=None, more=copy.deepcopy(setting.more), inexact=inexact)
-        for inexact in ((0.0, 0), (off, 1), (off, 2))
+        for inexact in ((0.0, 0), *((off, draw) for draw in range(1, 3 if unit <= 2.0**-24 else 5)))
     ]
 
 
