@@ -8,11 +8,11 @@ Three runs of each draw:
 
 * whole;
 * killed after its first checkpoint and begun again: all that it records is the same, bit for bit;
-* by the other engine, on two lanes: the model is the same but for rounding. Where rounding decides what
-  happens (signs, medians, largest values), differences are only counted.
+* by pfl's own loop: the model is the same but for rounding. Where rounding decides what happens (signs,
+  medians, largest values), differences are only counted.
 
-A finding is a difference, an exception, an error of several lines, or a hang. Draw n is a function of
-(seed, n). With ``--state`` the same command goes on where it was broken off.
+A finding is a difference, an exception, or an error of several lines. Draw n is a function of (seed, n). With
+``--state`` the same command goes on where it was broken off.
 """
 
 from __future__ import annotations
@@ -102,36 +102,16 @@ SUBJECTS = {
     ),
 }
 SECTIONS = (
-    *(
-        "model",
-        "model",
-        "augment",
-        "augment",
-        "loss",
-        "local",
-        "local",
-        "local",
-        "server",
-        "federated",
-        "federated",
-    ),
-    *("compression", "aggregation", "attack", "devices", "evaluation", "privacy", "local_privacy", "data"),
+    "model model augment augment loss local local local server federated federated compression aggregation "
+    "attack devices evaluation privacy local_privacy data"
 )
+"""Separated by blanks, as are `NOT_DRAWN` and `BY_ROUNDING`; each is drawn as often as it stands here."""
 TRIED = 9
 """Keys that are tried in a draw; those that are refused beside the others are left out."""
 NOT_DRAWN = (
-    *("model.arch", "model.input_size", "model.pretrained", "model.weights_sha256", "data.image_size"),
-    *("data.dataset", "federated.num_rounds", "federated.cohort_size", "evaluation.every_rounds"),
-    *(
-        "loss.class_weights",
-        "loss.absent_margin",
-        "model.parties",
-        "data.taxonomy",
-        "evaluation.best_by",
-        "evaluation.every_epochs",
-        "federated.algorithm",
-        "model.genotype",
-    ),
+    "model.arch model.input_size model.pretrained model.weights_sha256 model.parties model.genotype "
+    "data.image_size data.dataset data.taxonomy federated.algorithm federated.num_rounds federated.cohort_size "
+    "evaluation.every_rounds evaluation.every_epochs evaluation.best_by loss.class_weights loss.absent_margin"
 )
 NOT_OF = {
     "flair": ("augment.label_smoothing",),
@@ -177,23 +157,13 @@ WITH_NORMS = ("--model.arch=shufflenet_v2_x0_5", "--model.groups=2")
 one pixel has three values, whose variance rounding decides."""
 WITHOUT = {"fedbuff": "--federated.cohort_size"}
 """The word of `COMMON` that an algorithm does not read."""
-BY_ROUNDING = (
-    "sign",
-    "top_k",
-    "median",
-    "krum",
-    "trimmed",
-    "bulyan",
-    "adam",
-    "yogi",
-    "adagrad",
-    "ifca",
-    "fedma",
-)
+BY_ROUNDING = "sign top_k median krum trimmed bulyan adam yogi adagrad ifca fedma"
 """Parts of words with which rounding decides what happens."""
 NEAR = 1e-2
 """Largest distance of the engines' models, relative to how far training has moved them."""
 VERDICTS = ("refused", "fine", "rounding", "finding")
+FIRST = ".first"
+"""Suffix of the file of a run's first model."""
 KILL = At("benchmarks.core.recorder:Recorder.save", 1, False)
 
 
@@ -216,8 +186,8 @@ def drawn(
         words = (*GOES_WITH.get(name, ()), f"--federated.algorithm={name}")
     if rng.random() < 0.3 and "--model.arch=simple_cnn" in SUBJECTS[subject].words:
         words = (*WITH_NORMS, *words)
-    for section in rng.choice(SECTIONS, size=TRIED):
-        left_out = (*NOT_DRAWN, *NOT_OF.get(subject, ()))
+    for section in rng.choice(SECTIONS.split(), size=TRIED):
+        left_out = (*NOT_DRAWN.split(), *NOT_OF.get(subject, ()))
         keys = [key for key in BY_KEY if key.startswith(f"{section}.") and key not in left_out]
         key = str(rng.choice(keys))
         default = BY_KEY[key][1]
@@ -251,8 +221,12 @@ class Campaign:
     def _data(self, subject: str) -> Path:
         path = self._folder / f"{subject}.hdf5"
         if not path.exists():
-            of = SUBJECTS[subject]
-            live(lambda: int(bool(of.write(path, of.spec)) and 0), None, self.log)
+
+            def write() -> int:
+                SUBJECTS[subject].write(path, SUBJECTS[subject].spec)
+                return 0
+
+            live(write, None, self.log)
             for look in ("probe", "check_columns"):  # `sparingly`: the lives know the answer
                 vars(execute)[look](path)
         return path
@@ -262,7 +236,7 @@ class Campaign:
 
         def work() -> int:
             torch.set_num_threads(1)
-            _keep_first_model(self._folder / f"{name}.first")
+            _keep_first_model(self._folder / f"{name}{FIRST}")
             return run(
                 SUBJECTS[subject].main, [*argv, f"--data_path={data}", f"--run_dir={self._folder / name}"]
             )
@@ -292,6 +266,8 @@ class Campaign:
         for path in self._folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
+            elif path.suffix == FIRST:
+                path.unlink()
         try:
             code = self._live(subject, words, "whole")
         except RuntimeError as fault:
@@ -318,7 +294,7 @@ class Campaign:
             return "finding", f"{type(fault).__name__}: {str(fault)[:1500]}"
         off = self._distance()
         if off > NEAR or math.isnan(off):
-            by_rounding = any(part in " ".join(words) for part in BY_ROUNDING)
+            by_rounding = any(part in " ".join(words) for part in BY_ROUNDING.split())
             return ("rounding" if by_rounding else "finding"), f"engines differ by {off:.2g} of the way"
         return "fine", f"{off:.1e}"
 
@@ -326,7 +302,7 @@ class Campaign:
         """How far the engines' models are from each other, relative to the way from the first one."""
         one, other, first = (
             _vector(self._folder / path)
-            for path in ("whole/model.safetensors", "stock/model.safetensors", "whole.first")
+            for path in ("whole/model.safetensors", "stock/model.safetensors", f"whole{FIRST}")
         )
         if one is None or other is None:
             return 0.0
