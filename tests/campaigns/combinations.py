@@ -110,8 +110,9 @@ TRIED = 9
 """Keys that are tried in a draw; those that are refused beside the others are left out."""
 NOT_DRAWN = (
     "model.arch model.input_size model.pretrained model.weights_sha256 model.parties model.genotype "
-    "data.image_size data.dataset data.taxonomy federated.algorithm federated.num_rounds federated.cohort_size "
-    "evaluation.every_rounds evaluation.every_epochs evaluation.best_by loss.class_weights loss.absent_margin"
+    "data.image_size data.dataset data.taxonomy federated.algorithm federated.num_rounds "
+    "federated.cohort_size evaluation.every_rounds evaluation.every_epochs evaluation.best_by "
+    "loss.class_weights loss.absent_margin"
 )
 NOT_OF = {
     "flair": ("augment.label_smoothing",),
