@@ -180,6 +180,8 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         if had_ended:
             print(f"this run has already finished; its results, from {directory}:")
         _show(experiment, results, directory)
+        if had_ended:
+            print("to train it again, choose another run directory")
 
 
 def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:

@@ -306,6 +306,7 @@ def test_a_finished_run_is_shown_again_and_not_repeated(
     shown = capsys.readouterr().out
     assert "training FL-R-17" not in shown
     assert f"this run has already finished; its results, from {plain}:" in shown
+    assert shown.endswith("to train it again, choose another run directory\n")
     assert "test, best model" in shown
 
 
