@@ -73,7 +73,9 @@ class Subject(NamedTuple):
 
 
 OF_PLACES = replace(SPEC, image_size=32, max_user_images=3)
-LARGER = ("--model.input_size=32", "--data.image_size=32", "--model.normalisation=half")
+GROUPS = "--model.groups=2"
+"""With more groups, a norm at maps of one pixel has few values, whose variance rounding decides."""
+LARGER = ("--model.input_size=32", "--data.image_size=32", "--model.normalisation=half", GROUPS)
 SUBJECTS = {
     "flair": Subject(FLAIR, train, write_mini, SPEC, ("--config=fl-r-17", "--model.arch=simple_cnn"), 0.45),
     "classes": Subject(
@@ -153,9 +155,8 @@ GOES_WITH: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Words that a section or an algorithm needs nearly always."""
-WITH_NORMS = ("--model.arch=shufflenet_v2_x0_5", "--model.groups=2")
-"""A small network with norms and branches, in the place of the plain one. With more groups, a norm at maps of
-one pixel has three values, whose variance rounding decides."""
+WITH_NORMS = ("--model.arch=shufflenet_v2_x0_5", GROUPS)
+"""A small network with norms and branches, in the place of the plain one."""
 WITHOUT = {"fedbuff": "--federated.cohort_size"}
 """The word of `COMMON` that an algorithm does not read."""
 BY_ROUNDING = "sign top_k median krum trimmed bulyan adam yogi adagrad ifca fedma"
