@@ -68,8 +68,8 @@ class OwnImages:
 
     def training_images(self, users: IntArray) -> dict[str, int]:
         """How many images each of these users trains on, by their ids."""
-        whole = self.users.partition
-        return {whole.user_ids[user]: int(whole.sizes[user]) for user in users.tolist()}
+        trained = self.users.partition
+        return {trained.user_ids[user]: int(trained.sizes[user]) for user in users.tolist()}
 
 
 def check_scored(options: Any) -> None:
