@@ -11,6 +11,7 @@ import importlib
 import mmap
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,3 +168,16 @@ def live(
     if not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 70:
         raise RuntimeError(f"a process ended with {status}: ...{log.read_text()[-3000:]}")
     return os.WEXITSTATUS(status)
+
+
+def as_two_workers(work: Callable[[], int]) -> int:
+    """Do ``work`` in this process and in a fork of it, whom torch.distributed connects; an exit code."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    other = os.fork()
+    rank = str(int(other == 0))
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    code = work()
+    return code if other == 0 else code or os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])

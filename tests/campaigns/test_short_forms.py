@@ -15,6 +15,7 @@ from pfl_ext.models.small import NETWORKS
 from pfl_ext.privacy.accounting import PrivacyConfig
 from tests.benchmarks.sparing import sparingly
 from tests.campaigns import audit_head, combinations, kill_training
+from tests.campaigns.drawn_options import drawn
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
 from tests.campaigns.kinds import COMMON, KINDS, subject_of
@@ -90,7 +91,7 @@ def test_options_are_judged_by_both_engines_and_after_a_kill(
         assert campaign.judge("classes", jitter)[0] == "fine"
         monkeypatch.setattr(Crops, "know", lambda model: True)
         verdict, what = campaign.judge("classes", jitter)
-    assert (verdict, what.partition(" by ")[0]) == ("finding", "engines differ")
+    assert (verdict, what.partition(":")[0]) == ("finding", "apart, of the way")
 
 
 def test_each_draw_of_options_is_a_config() -> None:
@@ -100,10 +101,10 @@ def test_each_draw_of_options_is_a_config() -> None:
         asked.append(words)
         return None if len(asked) % 2 else "refused"
 
-    subject, words = combinations.drawn(0, 1, "flair", refusal)
+    subject, words = drawn(0, 1, "flair", refusal)
     assert subject == "flair"
     assert (*words,) in asked[::2], "the last that was not refused"
-    assert combinations.drawn(0, 1, "flair", lambda *_: "refused")[1] != words
+    assert drawn(0, 1, "flair", lambda *_: "refused")[1] != words
 
 
 def test_killed_preprocessing_makes_the_same_file() -> None:
