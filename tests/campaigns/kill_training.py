@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -197,8 +198,20 @@ def outcome(directory: Path) -> tuple[Any, ...]:
 def compare(name: str, got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     """Raise RuntimeError where two runs differ."""
     for part, one, other in zip(PARTS, got, expected, strict=True):
-        if one != other:
-            raise RuntimeError(f"{name}: {part} differs: {one} != {other}")
+        if differences := list(_differences(one, other)):
+            raise RuntimeError(f"{name}: {part} differs: {'; '.join(differences)}")
+
+
+def _differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    """Where two things that JSON can write differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one | other:
+            yield from _differences(one.get(key, "absent"), other.get(key, "absent"), f"{path}/{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, (each, others) in enumerate(zip(one, other)):
+            yield from _differences(each, others, f"{path}/{number}")
+    elif one != other:
+        yield f"{path}: {one} != {other}"
 
 
 class Campaign:
