@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> None:
         labels = comparison.labels
         charts.png(found, labels, folder / "compare.png")
         stems = [folder / "charts" / name for name in plain_names(chart.title for chart in found)]
-        single = [path for each in zip(found, stems) for path in charts.single(each[0], labels, each[1])]
+        single = [path for chart, stem in zip(found, stems) for path in charts.single(chart, labels, stem)]
         written += [folder / "compare.png", *single]
     names = sorted(path.relative_to(folder).as_posix() for path in written)
     for old in replaced - {*names}:

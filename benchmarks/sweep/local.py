@@ -28,7 +28,16 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.own_code import own_code
 from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
-from benchmarks.sweep.report import Row, best_row, draw_trials, other_models, over_seeds, table, write_tables
+from benchmarks.sweep.report import (
+    DIVERGED,
+    Row,
+    best_row,
+    draw_trials,
+    other_models,
+    over_seeds,
+    table,
+    write_tables,
+)
 from benchmarks.sweep.space import Sweep, command_words
 from benchmarks.sweep.study import open_study, telling
 from dataset.cli import cores
@@ -37,8 +46,6 @@ from pfl_ext.configs import STRICT
 from pfl_ext.tasks.ranking import Diverged
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
-DIVERGED = "diverged"
-"""The status of a trial whose model diverged."""
 GIVEN_UP = "given_up"
 """Says of a trial that it was compared with others and asked to stop."""
 RUNG = "completed_rung_"
@@ -223,7 +230,7 @@ class LocalSweep:
 
     def _diverged(self, trial: Trial) -> None:
         """Keep a trial as the worst of all, also for those that are compared with what it reached before."""
-        worst = -math.inf if self.sweep.ranking.goal == "maximize" else math.inf
+        worst = self.sweep.ranking.sign * math.inf
         storage = self.study._storage
         for name in self.study.get_trials(deepcopy=False)[trial.number].system_attrs:
             if name.startswith(RUNG):
