@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes of them; of the charts by themselves only those over bytes, the others empty."""
+    """What the command writes of them; by themselves only charts over bytes, the others are empty files."""
     place, real = tmp_path_factory.mktemp("out"), charts.single
 
     def single(chart: charts.Chart, labels: Sequence[str], stem: Path) -> list[Path]:
