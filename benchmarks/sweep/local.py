@@ -142,9 +142,10 @@ class LocalSweep:
         """A plain run's directory."""
         return self.directory / "trials" / str(trial.user_attrs["name"])
 
-    def values(self, trial: FrozenTrial | Trial) -> list[tuple[int, float]]:
-        """``(step, value)`` of the metric so far."""
-        return read_values(self.run_dir(trial) / "metrics.jsonl", self.sweep.ranking.name)
+    def values(self, trial: Trial) -> list[float]:
+        """Those of the metric so far."""
+        path = self.run_dir(trial) / "metrics.jsonl"
+        return [value for _, value in read_values(path, self.sweep.ranking.name)]
 
     def training_words(self, trial: Trial, worker: int) -> list[str]:
         """The arguments of a trial; the worker's device comes last and wins."""
@@ -199,8 +200,7 @@ class LocalSweep:
         alive, rule = process.is_alive(), self.sweep.early_terminate
         if rule is not None and process.has_news():
             known = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-            values = [value for _, value in self.values(trial)]
-            for step, best in enumerate(itertools.accumulate(values, self._best), 1):
+            for step, best in enumerate(itertools.accumulate(self.values(trial), self._best), 1):
                 if step not in known:
                     trial.report(best, step)
                     if alive and rule.compares(step) and trial.should_prune():
@@ -210,7 +210,7 @@ class LocalSweep:
 
     def _end(self, trial: Trial, process: TrialProcess) -> None:
         """Keep how a trial ended."""
-        values, fault = [value for _, value in self.values(trial)], process.fault()
+        values, fault = self.values(trial), process.fault()
         if fault is None and not values:
             fault = f"no {self.sweep.ranking.name} in metrics.jsonl"
         if fault is None:
