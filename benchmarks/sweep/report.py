@@ -111,7 +111,7 @@ def _by_point(rows: Iterable[Row]) -> dict[Point, list[Row]]:
 
 
 def _mean(rows: Sequence[Row]) -> float:
-    """Of the scores of trials that have one."""
+    """The mean score of trials that have one."""
     return statistics.fmean(row.score or 0.0 for row in rows)
 
 
