@@ -11,7 +11,6 @@ memory is the most that the process had resident. Files are kept in ``--folder``
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import numpy as np
 
 from benchmarks.core.code_version import commit
 from benchmarks.core.facts import hardware
+from benchmarks.reporting.runs import RunRecord
 from benchmarks.reporting.tables import print_row
 from dataset.arrays import IntArray
 from dataset.cli import OneLineParser, output_file
@@ -138,9 +138,7 @@ def train(path: Path, row: Row, rounds: int) -> Measured:
             raise ValueError(
                 f"{' '.join(command[1:])} failed: {said.read_text(encoding='utf-8').splitlines()[-1:]}"
             )
-        lines = [
-            json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        lines = RunRecord(run).history
     return Measured(seconds, most, [line["seconds"] for line in lines if "train_loss" in line])
 
 

@@ -206,7 +206,6 @@ def main(argv: Sequence[str]) -> None:
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             results[case.name] = measured(case, Path(folder), args.rounds, args.turns, flower)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.output, {"hardware": hardware(), "commit": commit(), "results": results})
     print_row("case", "side", "a round, s (least to most)", "times ours", "memory, GB")
     print_row(*["---"] * 5)

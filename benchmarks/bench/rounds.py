@@ -322,7 +322,6 @@ def report_cases(
         if "private_over_plain" in result:
             print(f"{case.name}: {result['private_over_plain']['ratio']:.2f} times a plain round", flush=True)
         report = {"hardware": hardware(), "commit": commit(), "torch": torch.__version__, "results": results}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.output, report)
     bench_bars(results, args.output.with_suffix(".png"))
     print(f"{args.output} and {args.output.with_suffix('.png')}")

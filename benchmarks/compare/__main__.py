@@ -34,6 +34,7 @@ from benchmarks.compare.latex import latex, latex_classes, latex_crossed
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
+from benchmarks.reporting.single_users import BY_CHANCE
 from benchmarks.reporting.tables import plain_names, write_texts
 from dataset import pages
 from dataset.cli import input_file, output_folder
@@ -74,8 +75,7 @@ FAIRNESS = (
     "the 10th percentile: a tenth of the users have at most this score. The best decile begins at the 90th. "
     "Users seen in training stand apart from new ones; there a decile is the mean over the tenth of users "
     "with the worst or best scores. The std over users divides by their number, that over seeds (±) by "
-    "n − 1. Scores of few images vary by chance: the variance without noise, in "
-    "squared percent, is that of the users' own rates, where scores are shares of images, and may be below 0."
+    f"n − 1. {BY_CHANCE}"
 )
 
 
@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> None:
         labels = comparison.labels
         charts.png(found, labels, folder / "compare.png")
         stems = [folder / "charts" / name for name in plain_names(chart.title for chart in found)]
-        single = [path for each in zip(found, stems) for path in charts.single(each[0], labels, each[1])]
+        single = [path for chart, stem in zip(found, stems) for path in charts.single(chart, labels, stem)]
         written += [folder / "compare.png", *single]
     names = sorted(path.relative_to(folder).as_posix() for path in written)
     for old in replaced - {*names}:

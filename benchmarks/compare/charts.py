@@ -15,19 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.compare.groups import Comparison, Group
-from benchmarks.compare.measures import deciles
-from benchmarks.compare.series import (
-    Line,
-    by_epsilon,
-    by_megabytes,
-    by_megabytes_up,
-    by_minutes,
-    by_simulated_epsilon,
-    by_steps,
-    by_virtual_minutes,
-    line_of,
-    lines_of,
-)
+from benchmarks.compare.measures import Axis, deciles
+from benchmarks.compare.series import Line, line_of, lines_of
 from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, save_both, style
 from benchmarks.reporting.runs import statements_of, unprotected
 from dataset.arrays import BoolArray, FloatArray
@@ -56,6 +45,10 @@ MARKS = {
 }
 DOTS = {"-": "", "--": "6 3", ":": "2 3", "-.": "6 3 2 3"}
 """The markers and lines of `benchmarks.reporting.plots.style` as paths of SVG in a box of 36 x 12."""
+EPSILONS: dict[Axis, str] = {
+    "epsilon": "of the run as executed",
+    "simulated epsilon": "of the simulated system",
+}
 FEW_STEPS = 15
 """Curves of so few points have a marker at each."""
 
@@ -84,10 +77,10 @@ def charts(comparison: Comparison) -> list[Chart]:
             found += _of_score(comparison, split, name)
     for split in ("val", "test"):
         over = units(comparison.groups)
-        lines = lines_of(comparison.groups, split, "loss", by_steps)
+        lines = lines_of(comparison.groups, split, "loss", "steps")
         found += [Chart(f"Loss on {split}", over, "loss", lines)] if lines else []
     numbered = enumerate(comparison.groups)
-    training = [line_of(place, group, ("train_loss",), by_steps) for place, group in numbered]
+    training = [line_of(place, group, ("train_loss",), "steps") for place, group in numbered]
     known = [line for line in training if line is not None]
     found += [Chart("Loss in training", units(comparison.groups), "loss", known)] if known else []
     for name in comparison.headline:
@@ -99,31 +92,27 @@ def _of_score(comparison: Comparison, split: str, name: str) -> list[Chart]:
     """A score over steps, over time, over the devices' virtual time, over bytes and over epsilon."""
     groups, label = comparison.groups, labelled(shown(name), comparison.unit(name))
     title = f"{shown(name)} on {split}"
-    over_steps = lines_of(groups, split, name, by_steps)
-    if not over_steps:
+    if not (over_steps := lines_of(groups, split, name, "steps")):
         return []
-    over_time = lines_of(groups, split, name, by_minutes)
     made = [Chart(title, units(groups), label, over_steps)]
-    if over_time:
+    if over_time := lines_of(groups, split, name, "minutes"):
         made.append(Chart(f"{title} over time", "minutes of training", label, over_time))
-    if over_virtual := lines_of(groups, split, name, by_virtual_minutes):
+    if over_virtual := lines_of(groups, split, name, "virtual minutes"):
         made.append(Chart(f"{title} over virtual time", "minutes of devices", label, over_virtual))
-    over_bytes = lines_of(groups, split, name, by_megabytes)
-    over_sent = lines_of(groups, split, name, by_megabytes_up)
-    if over_bytes:
+    over_sent = lines_of(groups, split, name, "MB from users")
+    if over_bytes := lines_of(groups, split, name, "MB"):
         spread = _spread(over_bytes)
         made.append(Chart(f"{title} over bytes", "MB between server and users", label, over_bytes, spread))
     if any(not np.allclose(sent.x, both.x / 2) for sent, both in zip(over_sent, over_bytes)):
         spread = _spread(over_sent)
         made.append(Chart(f"{title} over bytes sent", "MB from users", label, over_sent, spread))
-    for word, axis in {"epsilon": by_epsilon, "simulated epsilon": by_simulated_epsilon}.items():
+    for axis, of in EPSILONS.items():
         if over_epsilon := lines_of(groups, split, name, axis):
-            of = "of the run as executed" if axis is by_epsilon else "of the simulated system"
             drawn = list(map(_last_of_each, over_epsilon))
             runs = [run for line in drawn for run in groups[line.place].runs]
             seeded = unprotected(statements_of(runs))
             along = f"epsilon {of}; {seeded}" if seeded else f"epsilon {of}"
-            made.append(Chart(f"{title} over {word}", along, label, drawn))
+            made.append(Chart(f"{title} over {axis}", along, label, drawn))
     return made
 
 

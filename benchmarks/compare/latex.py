@@ -220,7 +220,7 @@ def _of_users(comparison: Comparison) -> list[Column]:
             _best(
                 comparison.groups,
                 [comparison.values(each, section, name) for each in comparison.groups],
-                [score] * len(comparison.groups),
+                score,
             ),
         )
         for (section, name), (score, unit) in names.items()
@@ -230,10 +230,9 @@ def _of_users(comparison: Comparison) -> list[Column]:
 def _on_test(
     groups: Sequence[Group], found: Sequence[Sequence[float]], score: str | None = None
 ) -> list[str]:
-    """`_best` of a score on test, with a dagger where users have other models than the one that was scored;
-    without ``score``, of the first by which each group is judged."""
-    scores = [group.headline[0] if score is None else score for group in groups]
-    cells = _best(groups, found, scores, of_users=False)
+    """`_best` of a score on test, with a dagger where users have other models than the one that was
+    scored."""
+    cells = _best(groups, found, score, of_users=False)
     return [
         cell + DAGGER if values and group.keeps_parts else cell
         for cell, values, group in zip(cells, found, groups)
@@ -243,7 +242,7 @@ def _on_test(
 def _best(
     groups: Sequence[Group],
     found: Sequence[Sequence[float]],
-    scores: Sequence[str],
+    score: str | None,
     of_users: bool = True,
 ) -> list[str]:
     """Cells of scores. Bold is the best of several groups with the same images and number of seeds: the
@@ -252,9 +251,10 @@ def _best(
     Args:
         groups: of the cells.
         found: the scores of each group's seeds.
-        scores: the name of the score in each cell.
+        score: its name; None: the first by which each group is judged.
         of_users: whether they are of the users' models, else of the server's, where no user may have it.
     """
+    scores = [group.headline[0] if score is None else score for group in groups]
     signs = [-1 if group.kinds.is_lower_better(name) else 1 for group, name in zip(groups, scores)]
     units = [unit_of(name, group.kinds) for group, name in zip(groups, scores)]
     cells = [escaped(in_words(values, unit)) for values, unit in zip(found, units)]

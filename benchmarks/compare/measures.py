@@ -58,17 +58,17 @@ class Measure(NamedTuple):
     value: float
 
 
-class Curve(NamedTuple):
-    """A score over the steps of a run."""
+Axis = Literal["steps", "minutes", "virtual minutes", "MB", "MB from users", "epsilon", "simulated epsilon"]
+"""Along what a curve is drawn: updates of the model; minutes of training, minutes of the run's devices, MB
+between server and users, and those from users, all before each model; a model's epsilon, of the run as
+executed and of the larger system that it simulates."""
 
-    steps: FloatArray  # [n] updates of the model
+
+class Curve(NamedTuple):
+    """A score of the models of a run."""
+
     values: FloatArray  # [n]
-    seconds: FloatArray | None  # [n] of training before each; None: not known
-    bytes: FloatArray | None  # [n] between server and users before each; None: not known
-    virtual: FloatArray | None = None  # [n] seconds of the run's devices before each; None: no clock
-    bytes_up: FloatArray | None = None  # [n] of the bytes, those from users
-    epsilon: FloatArray | None = None  # [n] of each model, as executed; None: not private, or not known
-    simulated_epsilon: FloatArray | None = None  # [n] of the larger system that is simulated
+    along: Mapping[Axis, FloatArray]  # [n]; without axes that are not known, or that the run does not have
 
 
 def _users_file(run: RunRecord) -> Tree:
@@ -317,17 +317,22 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     steps, values = run.series(*keys)
     known = np.isfinite(values)
     places = np.array(steps)[known]
-    timed = [float(line["seconds"]) for line in _history(run) if "seconds" in line]
-    seconds = _before(timed, places) if timed else None
-    both, up = _bytes_by_step(run), _bytes_by_step(run, ["up"])
-    traffic, sent = (None if each is None else _before(each, places) for each in (both, up))
+    along: dict[Axis, FloatArray] = {"steps": places.astype(float)}
     ends = [float(line["virtual_seconds"]) for line in _history(run) if "virtual_seconds" in line]
-    virtual = _before([float(each) for each in np.diff(ends, prepend=0)], places) if ends else None
-    names = ("epsilon", "simulated_epsilon")
+    by_step: dict[Axis, tuple[Sequence[float] | None, float]] = {
+        "minutes": ([float(line["seconds"]) for line in _history(run) if "seconds" in line], 60),
+        "virtual minutes": (np.diff(ends, prepend=0).tolist(), 60),
+        "MB": (_bytes_by_step(run), 1e6),
+        "MB from users": (_bytes_by_step(run, ["up"]), 1e6),
+    }
+    along |= {axis: _before(each, places) / unit for axis, (each, unit) in by_step.items() if each}
+    names: dict[Axis, str] = {"epsilon": "epsilon", "simulated epsilon": "simulated_epsilon"}
     with reading(run.directory):
-        spent = np.array([[float(line.get(name, np.nan)) for line in lines] for name in names])
-    own, simulated = (each[known] if np.isfinite(each).all() else None for each in spent)
-    return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent, own, simulated)
+        spent = {
+            axis: np.array([float(line.get(name, np.nan)) for line in lines]) for axis, name in names.items()
+        }
+    along |= {axis: each[known] for axis, each in spent.items() if np.isfinite(each).all()}
+    return Curve(values[known], along)
 
 
 def _before(of_steps: Sequence[float], places: IntArray) -> FloatArray:

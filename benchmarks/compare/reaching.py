@@ -5,17 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.compare.groups import Comparison
-from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, lines_of
+from benchmarks.compare.measures import Axis
+from benchmarks.compare.series import lines_of
 from benchmarks.compare.tables import NONE, amount, name_of
 from dataset.pages import Html, join, table, tag
 from pfl_ext.tasks.multi_label_scores import shown
 from pfl_ext.tasks.score_kinds import PERCENT, decimals, labelled
 
-AXES = {
-    by_steps: "rounds or epochs",
-    by_minutes: "minutes",
-    by_virtual_minutes: "virtual minutes",
-    by_megabytes: "MB",
+AXES: dict[Axis, str] = {
+    "steps": "rounds or epochs",
+    "minutes": "minutes",
+    "virtual minutes": "virtual minutes",
+    "MB": "MB",
 }
 ALIKE = 1.01
 """Groups whose traffic differs by no more than this factor are compared by their last scores already."""
@@ -50,9 +51,9 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
     along = {
         axis: {line.place: line for line in lines_of(comparison.groups, split, score, axis)} for axis in AXES
     }
-    lines, axes = along[by_steps], dict(AXES)
-    if not along[by_virtual_minutes]:
-        del axes[by_virtual_minutes]
+    lines, axes = along["steps"], dict(AXES)
+    if not along["virtual minutes"]:
+        del axes["virtual minutes"]
     if len(lines) < 2 and target is None:
         return []
     sign = -1.0 if comparison.is_lower_better(score) else 1.0
@@ -99,12 +100,12 @@ def at_megabytes(comparison: Comparison, megabytes: float | None) -> Html:
 
 
 def _at_megabytes(comparison: Comparison, split: str, score: str, megabytes: float | None) -> list[Html]:
-    lines = lines_of(comparison.groups, split, score, by_megabytes)
+    lines = lines_of(comparison.groups, split, score, "MB")
     ends = [float(line.x[-1]) for line in lines]
     if not lines or (megabytes is None and max(ends) <= ALIKE * min(ends)):
         return []
     limit = min(ends) if megabytes is None else megabytes
-    steps = {line.place: line for line in lines_of(comparison.groups, split, score, by_steps)}
+    steps = {line.place: line for line in lines_of(comparison.groups, split, score, "steps")}
     rows, unit = [], comparison.unit(score)
     for line in lines:
         at = int(np.searchsorted(line.x, limit, side="right")) - 1

@@ -47,13 +47,11 @@ def compare(paths: Iterable[Path]) -> Comparison:
         records.append(record)
     if not records:
         raise ValueError(f"no run in {', '.join(map(str, paths))} can be shown: {'; '.join(left_out)}")
-    kept, repeated = split_duplicates(records)
-    under_way, again = _unfinished(kept, records)
-    repeated += again
+    kept, repeated = split_duplicates(sorted(records, key=lambda run: not run.finished))
     left_out += [
         f"{run.directory} repeats {first.directory}: same config and seed" for run, first in repeated
     ]
-    shown = {run.directory for run in (*kept, *under_way)}
+    shown = {run.directory for run in kept}
     groups = by_experiment(record for record in records if record.directory in shown)
     made = labelled([Group("", runs, trained[runs[0].directory]) for runs in groups])
     kept_measures = without_repeated_last({path: found[path] for path in found if path in shown})
@@ -117,19 +115,3 @@ def _check_lines(record: RunRecord) -> None:
         unit = record.config.unit
         if any(not isinstance(line.get(unit), int) for line in record.history):
             raise not_whole(record.directory, f"a line of metrics.jsonl has no {unit}")
-
-
-def _unfinished(
-    kept: Sequence[RunRecord], records: Sequence[RunRecord]
-) -> tuple[list[RunRecord], list[tuple[RunRecord, RunRecord]]]:
-    """The runs that have not ended and repeat no other; and those that do, each with the one it repeats."""
-    first = {(run.experiment, run.seed): run for run in kept}
-    under_way, again = [], []
-    for record in records:
-        if record.results is None:
-            known = first.setdefault((record.experiment, record.seed), record)
-            if known is record:
-                under_way.append(record)
-            else:
-                again.append((record, known))
-    return under_way, again

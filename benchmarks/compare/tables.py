@@ -73,12 +73,11 @@ def overview(comparison: Comparison) -> Html:
     rows = []
     for group in comparison.groups:
         seeds = ", ".join(f"{run.seed}{'' if run.finished else ' (not finished)'}" for run in group.runs)
-        found = [comparison.values(group, TEST, shown(score)) for score in scores or group.headline[:1]]
-        named, kinds = "" if scores else f"{named_first(group)} ", group.kinds
-        cells = [
-            named + in_words(values, unit_of(score, kinds)) if values else NONE
-            for score, values in zip(scores or group.headline, found)
-        ]
+        cells = []
+        for score in scores or group.headline[:1]:
+            values = comparison.values(group, TEST, shown(score))
+            named = f"{named_first(group)} " if values and not scores else ""
+            cells.append(named + in_words(values, unit_of(score, group.kinds)))
         cells.append(in_words(comparison.values(group, "time", "wall clock"), "seconds"))
         cells.append(in_words(comparison.values(group, "bytes", "the whole run"), "bytes"))
         rows.append([name_of(comparison, group), seeds, *cells, in_short(group)])

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from dataset import process
@@ -100,13 +100,7 @@ def horovod(seconds: float) -> Iterator[Facts]:
     yield {"version": horovod.__version__, "built_with": built}
 
 
-STAGES: dict[str, Callable[[float], Iterator[Facts]]] = {
-    "imports": imports,
-    "device": device,
-    "path": path,
-    "trial": trial,
-    "horovod": horovod,
-}
+STAGES = {stage.__name__: stage for stage in (imports, device, path, trial, horovod)}
 
 
 def one_line(fault: BaseException) -> str:

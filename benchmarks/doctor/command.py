@@ -20,8 +20,9 @@ from benchmarks.core.commands import command_parser
 from benchmarks.doctor import findings, machine, packages
 from benchmarks.doctor.asking import Answer, Event, ask
 from benchmarks.doctor.note import Note, fault
-from benchmarks.doctor.report_file import write
+from benchmarks.doctor.report_file import redacted
 from dataset.cli import output_file
+from dataset.files import write_json
 
 DEFAULT = Path("doctor-report.json")
 TITLES = {
@@ -49,13 +50,7 @@ class Examination:
     def look(self) -> None:
         """Look at the machine, with nothing imported."""
         print("What was found")
-        for part in (
-            packages.software,
-            machine.hardware,
-            machine.gpus,
-            machine.compilers,
-            machine.disks,
-        ):
+        for part in (packages.software, machine.hardware, machine.gpus, machine.compilers, machine.disks):
             self.found(*part(self.report))
 
     def hear(self, event: Event) -> None:
@@ -129,7 +124,7 @@ def main(argv: Sequence[str]) -> None:
     seen.report["notes"] = [str(note) for note in seen.notes]
     try:
         output_file("the report", path)
-        write(path, seen.report)
+        write_json(path, redacted(seen.report))
         written = f"report for an issue, without names of users and folders: {path}"
     except (OSError, ValueError) as refusal:
         seen.notes.append(fault(str(refusal).replace("choose another path", "name another by --report")))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.doctor.packages import REPOSITORY
-from dataset.files import write_json
 
 NOBODY = frozenset(("", "root", "localhost"))
 """Names that say nothing of anybody."""
@@ -66,12 +65,3 @@ def redacted(value: Any, patterns: list[tuple[re.Pattern[str], str]] | None = No
 def _number(value: Any) -> Any:
     """JSON has no infinity and no NaN."""
     return value if isinstance(value, float) and abs(value) < float("inf") else str(value)
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Write it whole or not at all.
-
-    Raises:
-        OSError: one clause with the path.
-    """
-    write_json(path, redacted(report))

@@ -10,7 +10,6 @@ load falls on all alike); the efficiency is beside the first number. Further wor
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from benchmarks.core.code_version import commit
 from benchmarks.core.commands import command_parser
 from benchmarks.core.facts import hardware
+from benchmarks.reporting.runs import RunRecord
 from dataset.cli import run
 
 
@@ -42,10 +42,7 @@ def launch(launcher: str, workers: int, words: Sequence[str]) -> list[str]:
 
 def images_per_second(directory: Path, skip: int) -> float:
     """Images per second in the rounds after the first ``skip``, which warm up."""
-    lines = [
-        json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    rounds = [line for line in lines if "seconds" in line][skip:]
+    rounds = [line for line in RunRecord(directory).history if "seconds" in line][skip:]
     return float(sum(line["images"] for line in rounds) / sum(line["seconds"] for line in rounds))
 
 

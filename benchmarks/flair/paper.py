@@ -38,16 +38,11 @@ def settings() -> tuple[str, ...]:
     return tuple(_table()["rows"])
 
 
-def row(setting: str) -> dict[str, float] | None:
-    """The paper's test columns of one setting, percent, mean of five seeds; None if it has no such row."""
+def row(setting: str, of_seeds: str = "mean") -> dict[str, float] | None:
+    """The paper's test columns of one setting in percent, ``mean`` or ``std`` over five seeds; None if it has
+    no such row."""
     found = _table()["rows"].get(setting)
-    return dict(zip(COLUMNS, found["mean"])) if found else None
-
-
-def row_std(setting: str) -> dict[str, float] | None:
-    """The standard deviations over five seeds beside `row`; None if the paper has no such row."""
-    found = _table()["rows"].get(setting)
-    return dict(zip(COLUMNS, found["std"])) if found else None
+    return dict(zip(COLUMNS, found[of_seeds])) if found else None
 
 
 def per_class(setting: str) -> dict[str, float]:

@@ -56,7 +56,7 @@ def collect(paths: Iterable[Path]) -> Report:
         ValueError: for a path without runs.
     """
     records = [read_run(directory, FLAIR, SCORES) for directory in find_runs(paths)]
-    kept, duplicates = split_duplicates(records)
+    kept, duplicates = split_duplicates(run for run in records if run.finished)
     return Report(
         make_rows(kept),
         [r for r in records if r.fault is None and r.results is None],
@@ -147,10 +147,7 @@ def markdown(report: Report) -> str:
         missing = [name for name in paper.settings() if name not in present]
         if missing and any(paper.is_flair(row.runs[0].data) for row in rows):
             lines += [f"Missing, without a finished run as shipped: {', '.join(missing)}.", ""]
-    if not report.rows:
-        lines += ["No finished run.", ""]
-    if report.rows:
-        lines += _explanation(report)
+    lines += _explanation(report) if report.rows else ["No finished run.", ""]
     lines += _privacy_paragraphs(report.rows)
     lines += _left_out(report)
     return "\n".join(lines).rstrip() + "\n"

@@ -89,9 +89,7 @@ def _quantiles(values: Mapping[str, FloatArray]) -> Tree:
 
 def _personalisation(config: Config) -> Personalisation:
     """The `personal` section, with the augmentation of training."""
-    fields = {
-        field.name: getattr(config.personal, field.name) for field in dataclasses.fields(config.personal)
-    }
+    fields = dataclasses.asdict(config.personal)
     batches = BatchConfig(num_epochs=fields.pop("num_epochs"), batch_size=fields.pop("batch_size"))
     sampling = LocalSampling.of(batches, config.augment, config.model.input_size, config.keys)
     return Personalisation(sampling, **fields)

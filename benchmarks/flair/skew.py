@@ -34,9 +34,7 @@ def label_counts(labels: LabelMatrix, user_index: npt.NDArray[np.int32]) -> tupl
     """Images and users with each label, ``[K]`` each (Figure 3)."""
     owner = np.repeat(user_index.astype(np.int64), np.diff(labels.indptr))
     pairs = np.unique(owner * labels.num_labels + labels.indices)
-    return labels.counts(), np.bincount(pairs % labels.num_labels, minlength=labels.num_labels).astype(
-        np.int64
-    )
+    return labels.counts(), np.bincount(pairs % labels.num_labels, minlength=labels.num_labels)
 
 
 def emd_1d(a: npt.ArrayLike, b: npt.ArrayLike) -> FloatArray:

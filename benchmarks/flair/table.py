@@ -123,7 +123,7 @@ class Row:
     def cell(self, column: str) -> Cell:
         """A column of the paper's, ours beside it."""
         ours = self.exact(BINNED.get(column, column))
-        theirs, spread = paper.row(self.variant.setting), paper.row_std(self.variant.setting)
+        theirs, spread = (paper.row(self.variant.setting, of_seeds) for of_seeds in ("mean", "std"))
         if theirs is None or spread is None:
             return ours
         if not self.comparable:

@@ -62,8 +62,7 @@ class Trained:
     @property
     def image_size(self) -> int:
         """The side in pixels at which the run read its images."""
-        config: Any = self.record.config
-        return int(config.data.image_size)
+        return int(self.record.config.data.image_size)
 
     def on(self, file: DataFile) -> Experiment[Any]:
         """The run's kind on a data file, such as its own.
@@ -148,8 +147,8 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
     file = directory / "model.safetensors"
     if not file.is_file():
         raise not_whole(directory, f"{file.name} is missing")
-    task, merged = experiment.task_of(record.config, len(classes)), {"trained": "all"}
-    model = dataclasses.replace(record.config.model, **merged)  # what adapters add is in the file's weights
+    task = experiment.task_of(record.config, len(classes))
+    model = dataclasses.replace(record.config.model, trained="all")  # adapters are merged into the weights
     network = network_of(record, task, len(classes), model)
     try:
         network.load_state_dict(checkpoint.load(file)[0])
@@ -173,9 +172,8 @@ def _check_own_code(record: RunRecord) -> None:
 
 
 def _classes(record: RunRecord) -> tuple[str, ...]:
-    assert record.results is not None
-    found = record.results.get("classes")
-    found = found or next((record.results[key] for key in BY_CLASS if key in record.results), None)
+    results = record.outcome
+    found = results.get("classes") or next((results[key] for key in BY_CLASS if key in results), None)
     if not found or not isinstance(found, list | dict):
         raise not_whole(record.directory, "results.json does not name the classes")
     return tuple(map(str, found))
@@ -187,8 +185,7 @@ def network_of(record: RunRecord, task: Task, num_classes: int, model: ModelConf
     backbone = build_backbone(model, num_classes, torch_stream(config.seed, "model initialisation"))
     scale = FIXED.get(model.normalisation)
     if scale is None:
-        assert record.results is not None
-        found = record.results.get("input")
+        found = record.outcome.get("input")
         if not found:
             raise not_whole(record.directory, "results.json does not hold the data's mean and deviation")
         scale = Scale(found["mean"], found["std"])

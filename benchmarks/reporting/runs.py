@@ -86,11 +86,7 @@ class RunRecord:
     def _data_begun_on(self) -> str:
         """The checksum that a run writes down before its first step; the directory where there is none."""
         try:
-            return str(
-                json.loads((self.directory / "checkpoint" / "data.json").read_text(encoding="utf-8"))[
-                    "sha256"
-                ]
-            )
+            return str(_object(self.directory / "checkpoint" / "data.json")["sha256"])
         except DAMAGE:
             return str(self.directory)
 
@@ -131,7 +127,7 @@ class RunRecord:
         path = self.directory / "per_user.json"
         again = "make it again with benchmarks.flair.per_user"
         try:
-            whole = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+            whole = _object(path) if path.is_file() else {}
             images, split = whole.get("images", []), whole.get("split")
             found = {"users": len(images), "images": sum(images)}
             same = all(self.data.get(key, {}).get(split, count) == count for key, count in found.items())
@@ -151,6 +147,11 @@ class RunRecord:
             lines = [line for line in self.history if keys[0] in line]
             steps = [int(_number(line, self.config.unit)) for line in lines]
             return steps, np.array([_number(line, *keys) for line in lines], np.float64)
+
+
+def _object(path: Path) -> Tree:
+    """What a file of JSON holds; raises some error of `DAMAGE` where that is no object."""
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _weights_of(config: TrainingConfig) -> str | None:
@@ -211,11 +212,11 @@ def read_run(
     if not (directory / "results.json").exists():
         return record
     try:
-        results = dict(json.loads((directory / "results.json").read_text(encoding="utf-8")))
+        results = _object(directory / "results.json")
         check_types(results)
         privacy = None
         if config.is_private:
-            privacy = dict(json.loads((directory / "privacy.json").read_text(encoding="utf-8")))
+            privacy = _object(directory / "privacy.json")
             (epsilon_of if config.local_privacy is None else local_epsilon_of)(privacy)
         fault_found = _fault(directory, config, tree_digest(tree), results, scores or {})
         public = config.privacy is not None and config.privacy.release == "public"
@@ -349,14 +350,13 @@ def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float]:
 def split_duplicates(
     records: Iterable[RunRecord],
 ) -> tuple[list[RunRecord], list[tuple[RunRecord, RunRecord]]]:
-    """The first finished run of each experiment and seed; and the others, each with the one it repeats."""
+    """The first run of each experiment and seed; and the others, each with the one it repeats."""
     first: dict[tuple[ExperimentKey, int], RunRecord] = {}
     others = []
     for record in records:
-        if record.finished:
-            kept = first.setdefault((record.experiment, record.seed), record)
-            if kept is not record:
-                others.append((record, kept))
+        kept = first.setdefault((record.experiment, record.seed), record)
+        if kept is not record:
+            others.append((record, kept))
     return list(first.values()), others
 
 

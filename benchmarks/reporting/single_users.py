@@ -27,10 +27,13 @@ LOWER_IS_BETTER = {"lowest decile": "best decile", "highest decile": "worst deci
 """The columns of scores that are the better the lower they are, where they are others than in `COLUMNS`."""
 COUNTS = ("n", "least images")
 HEADS = ("row", "users", *(name for key, name in COLUMNS.items() if key != "n"))
+BY_CHANCE = (
+    "Scores of few images vary by chance: the variance without noise, in squared percent, is that of the "
+    "users' own rates, where scores are shares of images, and may be below 0."
+)
 NOTE = (
     "Each user is scored by itself and counts once. A decile is the mean over the tenth of users with the "
-    "lowest or highest scores. Scores of few images vary by chance: the variance without noise, in squared "
-    "percent, is that of the users' own rates, where scores are shares of images, and may be below 0."
+    f"lowest or highest scores. {BY_CHANCE}"
 )
 
 

@@ -28,7 +28,16 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.own_code import own_code
 from benchmarks.core.tracking import flat
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
-from benchmarks.sweep.report import Row, best_row, draw_trials, other_models, over_seeds, table, write_tables
+from benchmarks.sweep.report import (
+    DIVERGED,
+    Row,
+    best_row,
+    draw_trials,
+    other_models,
+    over_seeds,
+    table,
+    write_tables,
+)
 from benchmarks.sweep.space import Sweep, command_words
 from benchmarks.sweep.study import open_study, telling
 from dataset.cli import cores
@@ -37,8 +46,6 @@ from pfl_ext.configs import STRICT
 from pfl_ext.tasks.ranking import Diverged
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
-DIVERGED = "diverged"
-"""The status of a trial whose model diverged."""
 GIVEN_UP = "given_up"
 """Says of a trial that it was compared with others and asked to stop."""
 RUNG = "completed_rung_"
@@ -135,9 +142,10 @@ class LocalSweep:
         """A plain run's directory."""
         return self.directory / "trials" / str(trial.user_attrs["name"])
 
-    def values(self, trial: FrozenTrial | Trial) -> list[tuple[int, float]]:
-        """``(step, value)`` of the metric so far."""
-        return read_values(self.run_dir(trial) / "metrics.jsonl", self.sweep.ranking.name)
+    def values(self, trial: Trial) -> list[float]:
+        """Those of the metric so far."""
+        path = self.run_dir(trial) / "metrics.jsonl"
+        return [value for _, value in read_values(path, self.sweep.ranking.name)]
 
     def training_words(self, trial: Trial, worker: int) -> list[str]:
         """The arguments of a trial; the worker's device comes last and wins."""
@@ -192,8 +200,7 @@ class LocalSweep:
         alive, rule = process.is_alive(), self.sweep.early_terminate
         if rule is not None and process.has_news():
             known = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-            values = [value for _, value in self.values(trial)]
-            for step, best in enumerate(itertools.accumulate(values, self._best), 1):
+            for step, best in enumerate(itertools.accumulate(self.values(trial), self._best), 1):
                 if step not in known:
                     trial.report(best, step)
                     if alive and rule.compares(step) and trial.should_prune():
@@ -203,7 +210,7 @@ class LocalSweep:
 
     def _end(self, trial: Trial, process: TrialProcess) -> None:
         """Keep how a trial ended."""
-        values, fault = [value for _, value in self.values(trial)], process.fault()
+        values, fault = self.values(trial), process.fault()
         if fault is None and not values:
             fault = f"no {self.sweep.ranking.name} in metrics.jsonl"
         if fault is None:
@@ -223,7 +230,7 @@ class LocalSweep:
 
     def _diverged(self, trial: Trial) -> None:
         """Keep a trial as the worst of all, also for those that are compared with what it reached before."""
-        worst = -math.inf if self.sweep.ranking.goal == "maximize" else math.inf
+        worst = self.sweep.ranking.sign * math.inf
         storage = self.study._storage
         for name in self.study.get_trials(deepcopy=False)[trial.number].system_attrs:
             if name.startswith(RUNG):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ SCALES = 8
 PAD = 0.06
 """What is left free at both ends of an axis, as a share of its height."""
 
+DIVERGED = "diverged"
+"""The status of a trial whose model diverged."""
 Point = tuple[str, ...]
 """The values of a trial's parameters, but for the seed, in full."""
 
@@ -69,10 +71,9 @@ def table(
     ``kinds`` says how it is read.
     """
     digits = _digits_on_test(rows, headline, kinds)
-    sign = -1 if metric.goal == "maximize" else 1
     scores = f"best {metric.name}", "at round/epoch", f"test {shown(headline)}", "test at round/epoch"
     out = [["rank", "trial", *varied, *scores, "status", "seconds", "run"]]
-    ranked = sorted(rows, key=lambda r: (r.score is None, sign * (r.score or 0.0), r.number))
+    ranked = sorted(rows, key=lambda r: (r.score is None, metric.sign * (r.score or 0.0), r.number))
     for rank, (row, cells) in enumerate(zip(ranked, _cells(ranked, varied)), 1):
         place, score, step = "", "", ""
         if row.score is not None:
@@ -101,6 +102,19 @@ def _point(row: Row) -> Point:
     return tuple(repr(value) for name, value in row.point.items() if name != "seed")
 
 
+def _by_point(rows: Iterable[Row]) -> dict[Point, list[Row]]:
+    """The trials of each point."""
+    points: dict[Point, list[Row]] = {}
+    for row in rows:
+        points.setdefault(_point(row), []).append(row)
+    return points
+
+
+def _mean(rows: Sequence[Row]) -> float:
+    """The mean score of trials that have one."""
+    return statistics.fmean(row.score or 0.0 for row in rows)
+
+
 def _digits_on_test(rows: Sequence[Row], headline: str, kinds: ScoreKinds) -> int:
     return kinds.decimals(headline, [row.test for row in rows if row.test is not None], 2)
 
@@ -120,16 +134,11 @@ def over_seeds(
     names = [name for name in varied if name != "seed"]
     if len(names) == len(varied):
         return []
-    points: dict[Point, list[Row]] = {}
-    for row in rows:
-        if row.score is not None:
-            points.setdefault(_point(row), []).append(row)
-    sign = -1 if metric.goal == "maximize" else 1
-    means = {point: sign * statistics.fmean(r.score or 0.0 for r in found) for point, found in points.items()}
+    points = _by_point(row for row in rows if row.score is not None)
     out = [["rank", *names, "n", f"mean best {metric.name}", "std", f"mean test {shown(headline)}", "std"]]
-    fell = {_point(row) for row in rows if row.status == "diverged"}
+    fell = _by_point(row for row in rows if row.status == DIVERGED)
     digits = _digits_on_test(rows, headline, kinds)
-    order = sorted(points, key=lambda each: (each in fell, means[each]))
+    order = sorted(points, key=lambda each: (each in fell, metric.sign * _mean(points[each])))
     cells = _cells([points[point][0] for point in order], names)
     for rank, (point, words) in enumerate(zip(order, cells), 1):
         scores = [row.score for row in points[point]]
@@ -149,17 +158,12 @@ def best_row(rows: Sequence[Row], metric: Metric, whole: bool = False) -> Row | 
         metric: that ranks them.
         whole: choose among the points with the most finished seeds, as all points of a grid have the same.
     """
-    sign = -1 if metric.goal == "maximize" else 1
-    points: dict[Point, list[Row]] = {}
-    fell = {_point(row) for row in rows if row.status == "diverged"}
-    for row in rows:
-        if row.status == "finished" and row.score is not None:
-            points.setdefault(_point(row), []).append(row)
+    points = _by_point(row for row in rows if row.status == "finished" and row.score is not None)
+    fell = _by_point(row for row in rows if row.status == DIVERGED)
 
     def place(point: Point) -> tuple[bool, int, float]:
         found = points[point]
-        mean = sign * statistics.fmean(row.score or 0.0 for row in found)
-        return point in fell, -len(found) if whole else 0, mean
+        return point in fell, -len(found) if whole else 0, metric.sign * _mean(found)
 
     best = min(points, key=place, default=None)
     return None if best is None else points[best][0]
@@ -231,21 +235,23 @@ def _make_readable(axes: Axes) -> None:
 def draw_trials(rows: Sequence[Row], sweep: Sweep, title: str, folder: Path) -> bool:
     """The picture of all trials: `scores_over` the one key that is swept besides seeds, or else
     `parallel_coordinates`; False with fewer than two scored trials."""
+    if sum(row.score is not None for row in rows) < 2:
+        return False
     keys = [name for name in sweep.space if name != "seed"]
     if len(keys) == 1:
-        return scores_over(keys[0], rows, sweep.ranking.name, title, folder / "scores")
-    return parallel_coordinates(rows, sweep, title, folder / "parallel_coordinates")
+        scores_over(keys[0], rows, sweep.ranking.name, title, folder / "scores")
+    else:
+        parallel_coordinates(rows, sweep, title, folder / "parallel_coordinates")
+    return True
 
 
-def scores_over(key: str, rows: Sequence[Row], metric: str, title: str, stem: Path) -> bool:
+def scores_over(key: str, rows: Sequence[Row], metric: str, title: str, stem: Path) -> None:
     """A point for each trial and a line through the means over seeds, as PNG and SVG.
 
-    Trials that diverged are crosses at the lower edge. False with fewer than two scored trials.
+    Trials that diverged are crosses at the lower edge.
     """
     scored = [(row.point[key], row.score) for row in rows if row.score is not None]
-    if len(scored) < 2:
-        return False
-    lost = [row.point[key] for row in rows if row.status == "diverged"]
+    lost = [row.point[key] for row in rows if row.status == DIVERGED]
     values = list(dict.fromkeys([value for value, _ in scored] + lost))
     measured = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     values = sorted(values) if measured else values
@@ -281,18 +287,15 @@ def scores_over(key: str, rows: Sequence[Row], metric: str, title: str, stem: Pa
     axes.set(xlabel=key, ylabel=metric, title=f"{title}: {len(scored)} trials")
     save_both(figure, stem)
     plt.close(figure)
-    return True
 
 
-def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Path) -> bool:
-    """optuna's plot of the parameters and scores, as PNG and SVG; False with fewer than two scored trials.
+def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Path) -> None:
+    """optuna's plot of the parameters and scores, as PNG and SVG.
 
     It is drawn from a copy of the trials, as optuna leaves out those that were stopped early, and knows what
     was drawn instead of the values of the config keys.
     """
     scored = [row for row in rows if row.score is not None]
-    if len(scored) < 2:
-        return False
     study = optuna.create_study(direction=sweep.ranking.goal)
     spaces: dict[str, BaseDistribution] = {}
     for name in sweep.space:
@@ -320,4 +323,3 @@ def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Pa
                 _make_readable(each)
         save_both(axes.figure, stem)
         plt.close(axes.figure)
-    return True

@@ -45,6 +45,11 @@ class Metric:
     name: str
     goal: Literal["minimize", "maximize"] = "minimize"
 
+    @property
+    def sign(self) -> int:
+        """-1 where the greatest value is the best, else 1: the best is the least of values times this."""
+        return -1 if self.goal == "maximize" else 1
+
 
 @dataclass(frozen=True, config=STRICT)
 class EarlyTerminate:
@@ -250,9 +255,16 @@ def read_sweep(name: str, program: str | None = None) -> tuple[Sweep, Tree, Path
     return sweep, tree, path
 
 
-def _check_goal(sweep: Sweep, metric: Metric) -> None:
-    """Refuse a goal that ranks a score the wrong way round; a file that names none has ``minimize``."""
+def _check_metric(sweep: Sweep, metric: Metric) -> None:
+    """Refuse a score of test, and a goal that ranks a score the wrong way round; a file that names none has
+    ``minimize``."""
     split, _, score = metric.name.partition("/")
+    if split in ("tracked", "test"):
+        raise ValueError(
+            f"metric.name is {metric.name}, a test score, but hyperparameters must not be chosen "
+            "on test: choose a score of val, such as val/accuracy (visual classification: "
+            "--data.scored=val)"
+        )
     if split != "val" or score not in (LOSS, *sweep.experiment.headline, *sweep.experiment.scores):
         return
     lower = sweep.kinds.is_lower_better(score)
@@ -265,7 +277,7 @@ def _check_goal(sweep: Sweep, metric: Metric) -> None:
 
 def _check(sweep: Sweep) -> None:
     """Refuse what makes no sense or ranks by test."""
-    if sweep.command.count("${args}") != 1 or len([w for w in sweep.command if TRAIN.fullmatch(w)]) != 1:
+    if sweep.command.count("${args}") != 1 or len(list(filter(TRAIN.fullmatch, sweep.command))) != 1:
         raise ValueError(
             f"command must hold -m {DEFAULT_PROGRAM} and, once, ${{args}}; without a command, that is what "
             "is run"
@@ -277,15 +289,9 @@ def _check(sweep: Sweep) -> None:
             f"--{key} is in command and in parameters, so every trial would be the same: remove it from "
             "one of them"
         )
-    if sweep.metric is not None and sweep.metric.name.partition("/")[0] in ("tracked", "test"):
-        raise ValueError(
-            f"metric.name is {sweep.metric.name}, a test score, but hyperparameters must not be chosen "
-            "on test: choose a score of val, such as val/accuracy (visual classification: "
-            "--data.scored=val)"
-        )
     if sweep.metric is not None:
-        _check_goal(sweep, sweep.metric)
-    if sweep.metric is None and (sweep.method == "bayes" or sweep.early_terminate):
+        _check_metric(sweep, sweep.metric)
+    elif sweep.method == "bayes" or sweep.early_terminate:
         raise ValueError(f"metric is missing: {sweep.method} and hyperband need its name and goal")
     if sweep.method == "grid":
         sweep.grid_size()

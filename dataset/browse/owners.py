@@ -63,20 +63,16 @@ def owners_of(file: DataFile, split: str, partition: str | None) -> Owners:
         order = np.argsort(index.user_index, kind="stable").astype(np.int64)
         counts = np.bincount(index.user_index, minlength=index.num_users)
         return Owners(index.user_ids, order, offsets_of(counts))
-    if partition in index.partitions:
-        dealt = index.partitions[partition]
-        return Owners(dealt.user_ids, dealt.rows, dealt.offsets)
-    recipe = read_name(partition)
-    if recipe is None or split != PARTITIONED:
-        held = ", ".join(index.partitions) or "none"
-        drawn = (
-            "; you can also give a name such as lda-0.5-clients-10-seed-42" if split == PARTITIONED else ""
-        )
-        raise ValueError(
-            f"--partition {partition}: the split {split} of {file.path} has no such partition; it has "
-            f"{held}{drawn}"
-        )
-    dealt = drawn_of(file, recipe, default_taxonomy(file))
+    if (dealt := index.partitions.get(partition)) is None:
+        recipe = read_name(partition)
+        if recipe is None or split != PARTITIONED:
+            held = ", ".join(index.partitions) or "none"
+            names = "; you can also give a name such as lda-0.5-clients-10-seed-42"
+            raise ValueError(
+                f"--partition {partition}: the split {split} of {file.path} has no such partition; it has "
+                f"{held}{names if split == PARTITIONED else ''}"
+            )
+        dealt = drawn_of(file, recipe, default_taxonomy(file))
     return Owners(dealt.user_ids, dealt.rows, dealt.offsets)
 
 

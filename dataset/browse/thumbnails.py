@@ -71,7 +71,7 @@ def thumbnail(file: DataFile, split: str, row: int, user: str, side: int) -> Thu
             found = annotation.indices[annotation.indptr[row] : annotation.indptr[row + 1]].tolist()
             words.append((name, _listed([names[k] for k in found], "no label")))
         elif isinstance(annotation, Masks):
-            image, present = _masked(image, file, split, row, name)
+            image, present = _masked(image, annotation, file, split, row, name)
             drawn |= {(name, k) for k in present}
             words.append((name, _listed([names[k] for k in sorted(present)], "no class")))
         elif isinstance(annotation, Boxes):
@@ -90,12 +90,8 @@ def _figure(
 ) -> Thumbnail:
     """The element of the page."""
     tiny = max(image.size) < TINY
-    kind = "png" if tiny else "jpeg"
-    content = io.BytesIO()
-    if tiny:
-        image.save(content, "PNG", optimize=True)
-    else:
-        image.save(content, "JPEG", quality=QUALITY, optimize=True)
+    kind, content = "png" if tiny else "jpeg", io.BytesIO()
+    image.save(content, kind, quality=QUALITY, optimize=True)  # PNG has no quality
     alt = f"Image {image_id} of user {user}; " + "; ".join(f"{name}: {text}" for name, text in words)
     several = len(words) > 1
     lines = [tag("span", tag("b", f"{name}: ") if several else "", text) for name, text in words]
@@ -105,11 +101,9 @@ def _figure(
 
 
 def _masked(
-    image: Image.Image, file: DataFile, split: str, row: int, name: str
+    image: Image.Image, annotation: Masks, file: DataFile, split: str, row: int, name: str
 ) -> tuple[Image.Image, set[int]]:
     """The image under its mask, and the classes of the mask."""
-    annotation = file.split(split).annotations[name]
-    assert isinstance(annotation, Masks)
     side = max(image.size)
     numbers = file.read_masks(split, np.array([row], np.int64), name, side)[0]
     numbers = np.asarray(Image.fromarray(numbers).resize(image.size, Image.Resampling.NEAREST))

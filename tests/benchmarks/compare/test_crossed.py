@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare.__main__ import main
+from benchmarks.compare.groups import Comparison
+from benchmarks.compare.reading import compare
 from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
@@ -21,7 +23,7 @@ BY_RATE = ("--columns", RATE)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
     """FedAvg and SCAFFOLD at three rates, of which SCAFFOLD lacks one; two seeds, but at one place."""
     top = tmp_path_factory.mktemp("runs")
     for rate in (0.5, 0.05, 10.0):
@@ -30,6 +32,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if (rate, seed) != (10.0, 1):
                 words = f"--{RATE}={rate}", "--federated.algorithm=scaffold"
                 make_run(top / f"b{rate}{seed}", "fl-r-17", *words, seed=seed, shift=2 * rate + 3 * seed)
+    return top, compare([top])
+
+
+@pytest.fixture
+def runs(made: tuple[Path, Comparison], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of these runs, which are read once for all tests."""
+    top, comparison = made
+    monkeypatch.setattr("benchmarks.compare.__main__.compare", lambda _: comparison)
     return top
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.compare import charts
 from benchmarks.compare.reading import compare
-from benchmarks.compare.series import by_epsilon, by_simulated_epsilon, line_of
+from benchmarks.compare.series import line_of
 from tests.benchmarks.made_runs import make_run
 
 
@@ -24,10 +24,10 @@ def test_curves_over_epsilon_have_the_last_model_of_each(tmp_path: Path) -> None
         path.write_text("".join(json.dumps(line) + "\n" for line in metrics))
     make_run(tmp_path / "other")
     groups = compare([tmp_path]).groups
-    line = line_of(0, groups[0], ("val", "C-AP"), by_epsilon)
+    line = line_of(0, groups[0], ("val", "C-AP"), "epsilon")
     assert line is not None
     assert line.x.tolist() == [0, 1.5, 4, 4]
-    assert line_of(1, groups[1], ("val", "C-AP"), by_simulated_epsilon) is None
+    assert line_of(1, groups[1], ("val", "C-AP"), "simulated epsilon") is None
     privacy = tmp_path / "1" / "privacy.json"
     privacy.write_text(json.dumps({**json.loads(privacy.read_text()), "seeded_for_research_only": True}))
     found = {chart.title: chart for chart in charts.charts(compare([tmp_path]))}

@@ -18,6 +18,7 @@ from benchmarks.sweep.space import Metric, Sweep
 from dataset.cli import run
 from dataset.flair.mini import write_mini
 from tests.benchmarks.compare.conftest import no_pictures as no_pictures
+from tests.benchmarks.compare.conftest import page_alone as page_alone
 from tests.benchmarks.core import regression, rotation
 from tests.benchmarks.core.test_rotation import SPEC
 from tests.benchmarks.run_files import error_line, lines, results

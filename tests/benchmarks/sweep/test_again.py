@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ HELD_OUT = ("--data.scored=val", "--data.val_share=0.3", "--evaluation.best_by=a
 LOCALLY = ("--local_privacy.epsilon=4", "--federated.weighting=users")
 
 
-def swept(folder: Path, data: Path, *words: str, **more: Any) -> str:
-    """What a sweep of two rates prints, in a process of its own, which forks its trials."""
-    rates = {"local.learning_rate": {"values": [1e-6, 0.05]}, "seed": {"value": 3}}
+def swept(folder: Path, data: Path, rates: Sequence[float], *words: str, **more: Any) -> str:
+    """What a sweep of these rates prints, in a process of its own, which forks its trials."""
+    swept = {"local.learning_rate": {"values": [*rates]}, "seed": {"value": 3}}
     fixed = (f"--data_path={data}", f"--sweep_dir={folder / 'sweep'}", "--local=true")
-    command = warmly("benchmarks.sweep", written(folder, rates, **more), *fixed, *words)
+    command = warmly("benchmarks.sweep", written(folder, swept, **more), *fixed, *words)
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -41,7 +42,7 @@ def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
     program = {"program": "benchmarks.visual_classification.train", "command": None}
     best = {"metric": {"name": "val/accuracy", "goal": "maximize"}}
     words = ("--config=cifar10-fedavg", *small, *HELD_OUT, "--runtime.accumulate=fp64")
-    said = SAID.search(swept(tmp_path, classes_file, *words, **program, **best))
+    said = SAID.search(swept(tmp_path, classes_file, (1e-6, 0.05), *words, **program, **best))
     assert said is not None
     assert said[1] == "benchmarks.visual_classification.train"
     assert "--runtime.accumulate fp64 " in said[2], "which its numbers depend on"
@@ -60,6 +61,6 @@ def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
 
 def test_a_private_sweep_offers_no_seed(mini_file: Path, tmp_path: Path) -> None:
     """Who gives a seed publishes the noise."""
-    said = swept(tmp_path, mini_file, *SHORT, "--federated.num_rounds=1", *LOCALLY)
+    said = swept(tmp_path, mini_file, (0.05,), *SHORT, "--federated.num_rounds=1", *LOCALLY)
     assert "sweep directory: " in said
     assert SAID.search(said) is None

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import wandb
@@ -21,8 +22,10 @@ from benchmarks.sweep.command import main
 from benchmarks.sweep.local import LocalSweep
 from benchmarks.sweep.space import command_words
 from dataset.cli import run
+from tests import warm
 from tests.benchmarks.sweep.conftest import RATES, SHORT
 from tests.benchmarks.sweep.test_space import COMMAND, written
+from tests.launching import environment
 
 
 @pytest.mark.parametrize(
@@ -99,14 +102,15 @@ def test_wandbs_own_agent_runs_what_was_asked_for(
     monkeypatch.setattr(wandb_sweeps, "_agent_heartbeat", heartbeat)
     monkeypatch.setattr(wandb, "Api", lambda: None)
     monkeypatch.setattr(Agent, "POLL_INTERVAL", 0.1)
-    for name, value in {"MODE": "offline", "SWEEP_ID": "sweep1", "DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    monkeypatch.setenv("WANDB_RUN_ID", "")
-    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", "")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nshift  # -m\nexec {sys.executable} {warm.__file__} "$@"\n')
+    python.chmod(0o755)
+    variables = environment(WANDB_MODE="offline", WANDB_SWEEP_ID="sweep1", WANDB_DIR=str(tmp_path))
+    variables["PATH"] = f"{python.parent}:{variables['PATH']}"
     monkeypatch.chdir(tmp_path)
-    Agent(None, queue.Queue(), sweep_id="sweep1", count=1).run()  # type: ignore[no-untyped-call]
+    with mock.patch.dict(os.environ, variables, clear=True):
+        Agent(None, queue.Queue(), sweep_id="sweep1", count=1).run()  # type: ignore[no-untyped-call]
     words = ["--config=fl-r-17", *fixed, *command_words({"local.learning_rate": 0.3})]
     directory = tmp_path / "sweep" / short_digest(parse(words).config)
     assert yaml.safe_load((directory / "config.yaml").read_text())["local"]["learning_rate"] == 0.3

@@ -155,7 +155,7 @@ def test_no_line_of_the_picture_runs_along_its_frame(tmp_path: Path, monkeypatch
     rows = [Row(i, point, "finished", 10.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
     figures: list[Figure] = []
     monkeypatch.setattr("benchmarks.sweep.report.save_both", lambda figure, stem: figures.append(figure))
-    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
+    parallel_coordinates(rows, sweep, "t", tmp_path / "p")
     score, _, images, rate = figures[0].axes
     for axes, low, high in ((score, 10, 49), (rate, np.log10(0.001), np.log10(0.1))):
         limits = axes.yaxis.get_transform().transform(np.array(axes.get_ylim()))
@@ -197,7 +197,7 @@ def test_one_swept_key_is_drawn_as_scores_over_its_values(
 def test_one_scored_trial_makes_no_plot(tmp_path: Path) -> None:
     sweep, _, _ = read_sweep("learning-rates")
     only = [row for row in some_rows() if row.number == 1]
-    assert not parallel_coordinates(only, sweep, "t", tmp_path / "p")
+    assert not draw_trials(only, sweep, "t", tmp_path / "p")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,7 +206,7 @@ def test_a_parameter_of_one_value_is_drawn_without_a_word(tmp_path: Path) -> Non
     sweep, _, _ = read_sweep("learning-rates")
     points = [{"local.learning_rate": 0.1, "server.learning_rate": rate} for rate in (0.02, 0.05)]
     rows = [Row(i, point, "finished", 1.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
-    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
+    assert draw_trials(rows, sweep, "t", tmp_path / "p")
 
 
 def test_every_kind_of_parameter_is_drawn(tmp_path: Path) -> None:
@@ -222,6 +222,6 @@ def test_every_kind_of_parameter_is_drawn(tmp_path: Path) -> None:
     sweep, _, _ = read_sweep(written(tmp_path, space, method="random", run_cap=9))
     points = [next(sweep.candidates(0, number, []))[1] for number in range(9)]
     rows = [Row(i, point, "finished", 1.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
-    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
+    parallel_coordinates(rows, sweep, "t", tmp_path / "p")
     picture = (tmp_path / "p.svg").read_text()
     assert all(f"<!-- {name} -->" in picture for name in space)
