@@ -266,7 +266,8 @@ def not_covered(
     out += [
         "val and test: their own images are not protected, and their scores are exact",
         "the choice of the best round, which looks at val",
-        f"the number of {noun}s, from which delta and the sampling probability follow: it counts as known",
+        f"the number of {noun}s, from which delta and the sampling probability follow: it counts as known; a "
+        f"{noun} who is removed leaves its place empty, since others' crops are drawn by seed and place",
         "the classes and their number: they count as known",
         "checkpoint/, file times, the screen, and a sweep's logs/ and study.journal, which show times and "
         "the data set: they are not meant to be given away; a tracker notes when it got a line",

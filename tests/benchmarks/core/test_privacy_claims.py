@@ -141,6 +141,11 @@ def test_a_public_release_says_that_the_screen_is_not_covered(tmp_path: Path) ->
     assert any("screen" in text for text in statement["not_covered"])
 
 
+def test_a_statement_says_that_the_others_keep_their_places_and_so_their_crops(tmp_path: Path) -> None:
+    """Another user's crops, drawn by its place and a seed that may be public, would move its whole update."""
+    assert any("leaves its place empty" in text for text in written(tmp_path, *WIDE)["not_covered"])
+
+
 def test_what_devices_and_a_norm_bound_write_of_each_round_is_not_covered(tmp_path: Path) -> None:
     for number, more in enumerate((["--devices.drop_out=0.1"], ["--aggregation.kind=norm_bound"])):
         text = " ".join(written(tmp_path / str(number), *WIDE, *more)["not_covered"])
