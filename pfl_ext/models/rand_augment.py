@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def rand_augmented(pixels: Tensor, crops: Tensor | None, magnitude: int) -> Tens
     draws = drawn(keys, STREAM, DRAWN)
     levels = (pixels * 255).round_().to(torch.uint8)
     for chosen in (draws * len(choices) >> KEY_BITS).unbind(1):
-        for number in chosen.unique().tolist():
+        for number in sorted(set(chosen.tolist())):
             rows = (chosen == number).nonzero()[:, 0]
             levels[rows] = choices[number](levels[rows])
     return levels.to(pixels.dtype).div_(255)
@@ -69,10 +70,10 @@ def operations(magnitude: int, size: int) -> tuple[Operation, ...]:
     change, threshold, bits = at(0, 0.9), 255 * at(1, 0), 8 - round(4 * magnitude / STRONGEST)
 
     def of_side(side: int) -> tuple[Operation, ...]:
-        def moved(x: Tensor, over: int, down: int) -> Tensor:
+        def moved(x: Tensor, over: int, down: int) -> Any:
             return tv.affine(x, 0.0, [float(over), float(down)], 1.0, [0.0, 0.0])
 
-        def sheared(x: Tensor, over: float, down: float) -> Tensor:
+        def sheared(x: Tensor, over: float, down: float) -> Any:
             return tv.affine(x, 0.0, [0.0, 0.0], 1.0, [over, down], center=[0.0, 0.0])
 
         return (

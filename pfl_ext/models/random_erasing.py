@@ -40,7 +40,7 @@ def erased(x: Tensor, crops: Tensor | None, probability: float) -> Tensor:
         return x
     # in float64, so that no processor's rounding moves an edge
     draws = drawn(keys, STREAM, 3 + 2 * TRIES).double() / (1 << KEY_BITS)
-    whether, place, area, ratio = draws.split((1, 2, TRIES, TRIES), 1)
+    whether, place, area, ratio = draws.tensor_split((1, 3, 3 + TRIES), 1)
     size, (low, high) = x.shape[2], map(math.log, RATIO)
     area = size**2 * (AREA[0] + area * (AREA[1] - AREA[0]))
     ratio = (low + ratio * (high - low)).exp()

@@ -163,8 +163,11 @@ WITH_NORMS = ("--model.arch=shufflenet_v2_x0_5", GROUPS)
 """A small network with norms and branches, in the place of the plain one."""
 WITHOUT = {"fedbuff": "--federated.cohort_size"}
 """The word of `COMMON` that an algorithm does not read."""
-BY_ROUNDING = "sign top_k median krum trimmed bulyan adam yogi adagrad ifca fedma"
-"""Parts of words with which rounding decides what happens."""
+BY_ROUNDING = (
+    "sign top_k median krum trimmed bulyan adam yogi adagrad ifca fedma cutout random_erasing rand_augment"
+)
+"""Parts of words with which rounding decides what happens: where pixels are all alike, as in a hidden square,
+it also decides which of a max pool's equal values is the largest."""
 NEAR = 1e-2
 """Largest distance of the engines' models, relative to how far training has moved them."""
 OTHER_SEEDS = (4, 5)
