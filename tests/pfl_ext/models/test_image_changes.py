@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.engine.cpu.crops import Crops
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.color_jitter import jittered
 from pfl_ext.models.cutout import cut_out
-from pfl_ext.models.image_changes import KEYED, UNFIT, ImageChanges
+from pfl_ext.models.image_changes import KEYED, ImageChanges
 from pfl_ext.models.rand_augment import rand_augmented
 from pfl_ext.models.random_erasing import erased
 from pfl_ext.tasks.detection import Detection
@@ -91,6 +92,13 @@ def test_loss_is_of_changed_images_and_evaluation_is_not(key: str) -> None:
     assert torch.equal(model.outputs(images, targets)[0], plain(images))
 
 
+@each
+def test_the_engine_frames_crops_itself_only_where_pixels_are_not_changed_before(key: str) -> None:
+    changes = ImageChanges(**{key: EACH[key]})
+    model = ImageClassifier(small_backbone(), input_size=10, task=SingleLabel(), changes=changes)
+    assert Crops.know(model) == (key in ("cutout", "random_erasing"))
+
+
 @pytest.mark.parametrize("task", [Segmentation(3), Detection(3)], ids=lambda task: type(task).__name__)
 @each
 def test_targets_with_a_place_are_refused_where_they_would_not_fit(key: str, task: Any) -> None:
@@ -98,7 +106,7 @@ def test_targets_with_a_place_are_refused_where_they_would_not_fit(key: str, tas
         changes = ImageChanges(**{key: EACH[key]})
         return ImageClassifier(nn.Conv2d(3, 3, 1), input_size=10, task=task, changes=changes)
 
-    if key not in UNFIT:
+    if key == "color_jitter":
         build()
         return
     message = rf"augment\.{key} is {EACH[key]}, but {type(task).__name__} .*: set augment\.{key} to none$"
