@@ -347,6 +347,5 @@ def classifier(config: TrainingConfig, backbone: nn.Module, task: Task, scale: S
         std=scale.std,
         exact_crops=config.augment.crop != "resized",
         padding=config.augment.padding,
-        cutout=config.augment.cutout,
-        color_jitter=config.augment.color_jitter,
+        changes=config.augment,
     )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 
-from benchmarks.core.config.augmentation import KEYED, MIXING
+from benchmarks.core.config.augmentation import MIXING
 from benchmarks.core.config.effects import draws_crops
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment
@@ -31,6 +31,7 @@ from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.models.features import Split
+from pfl_ext.models.image_changes import KEYED
 from pfl_ext.models.prefix import Prefix
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.privacy.moments import Release, channel_moments

@@ -59,6 +59,7 @@ from pfl_ext.algorithms.split import UNREAD_IN_RUNTIME, Wire
 from pfl_ext.configs import STRICT
 from pfl_ext.data.user_images import UserImages
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.image_changes import KEYED
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream, torch_stream
@@ -163,9 +164,10 @@ class FedGKT(Algorithm[GKTState]):
                 "augment.mixup and augment.cutmix to none"
             )
         if users.sampling.keys:
+            every_key = ", ".join(f"augment.{key}" for key in KEYED)
             raise ValueError(
-                "fedgkt keeps the server's logits of each image, which dropout, cutout and color jitter "
-                "change: set model.dropout to false, and augment.cutout and augment.color_jitter to none"
+                "fedgkt keeps the server's logits of each image, but dropout and keyed augmentation change "
+                f"the image: set model.dropout to false, and {every_key} to none"
             )
         if setup.rate_keys:
             raise ValueError(

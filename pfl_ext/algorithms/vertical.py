@@ -14,8 +14,9 @@ round), which all parties know. Momentum begins at 0 in each round.
 
 A crop is the same for all parties of an image, so a party holds its part with a margin as wide as crops move.
 If images are mixed (`pfl_ext.data.mixing`), each party mixes its own parts, by draws that all parties know.
-Flips and scaled crops would give a party pixels from all of another's part, and are refused. What is sent is
-not protected: outputs and ``dL/dU`` reveal labels to hosts. The parties are simulated in one process.
+Flips and scaled crops would give a party pixels from all of another's part, and are refused; so are changes
+of pixels that depend on the whole image (`ImageChanges.of_pixels`). What is sent is not protected: outputs
+and ``dL/dU`` reveal labels to hosts. The parties are simulated in one process.
 """
 
 from __future__ import annotations
@@ -83,6 +84,11 @@ class Vertical(Algorithm[Weights]):
             raise ValueError(
                 "vertical does not allow flips and scaled crops, because they would give a party the "
                 "pixels of another party: set augment.flip to none and augment.crop to crop or padded"
+            )
+        if setup.module.changes.of_pixels:
+            raise ValueError(
+                "vertical does not allow augment.rand_augment and augment.color_jitter, because a new "
+                "pixel may depend on the pixels of another party: set both to none"
             )
         height = users.user_dataset(int(users.images.argmax())).raw_data[0].shape[1]
         # more users than there are may be drawn with replacement

@@ -71,7 +71,8 @@ class Lane:
         self.net = TapedNetwork(central.backbone)
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs = StepGraphs(layout.device, self._written) if on_gpu and graphs else None
+        recorded = on_gpu and graphs and not central.changes.waits
+        self._graphs = StepGraphs(layout.device, self._written) if recorded else None
         self._rate = torch.ones((), device=layout.device)  # read by graphs where the rate varies
         self._users_done: deque[Any] = deque()
 

@@ -27,13 +27,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pfl_ext.data.mixing import is_mixed, mixed
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.checks import check_known, check_last_layer, check_own_parameters, check_size, wrong_side
-from pfl_ext.models.color_jitter import jittered
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, new_in, taught
 from pfl_ext.models.depths import Depths
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed, leave_out_of_attention, left_out, without_keys
+from pfl_ext.models.image_changes import ImageChanges
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
@@ -232,6 +231,7 @@ def assert_no_live_batchnorm(module: nn.Module) -> None:
     assert not live, f"live BatchNorm at {', '.join(live)}"
 
 
+NO_CHANGES = ImageChanges()
 RATE_FACTOR = "rate_factor"
 """Key in an optimiser's parameter group: the group's learning rate relative to the others'."""
 
@@ -256,23 +256,22 @@ class ImageClassifier(nn.Module):
         std: Sequence[float] = IMAGENET_STD,
         exact_crops: bool | None = None,
         padding: Padding = "zero",
-        cutout: int | None = None,
-        color_jitter: float | None = None,
+        changes: ImageChanges = NO_CHANGES,
     ):
         """``exact_crops`` and ``padding``: see `pfl_ext.data.transforms.cropped`.
 
         ``exact_crops`` is True where crop is "crop". The input is ``(pixels - mean) / std`` of pixels in
-        0..1. ``cutout``: see `cut_out`. ``color_jitter``: the strength of `jittered`. ``task`` defines the
-        outputs' meaning, the loss and the score.
+        0..1. ``changes`` are those of training images. ``task`` defines the outputs' meaning, the loss and
+        the score.
         """
         super().__init__()
         assert_no_live_batchnorm(backbone)
-        check_cutout(cutout, task)
+        changes.check_task(task)
         self.noted: list[tuple[Tensor, int]] | None = None  # if a list, gets each batch's loss and size
         self.backbone = backbone
         self.depths = Depths.of_network(backbone)  # while its layers still have their own types
         self.framing = Framing(input_size, exact_crops, padding)
-        self.task, self._cutout, self.color_jitter = task, cutout, color_jitter
+        self.task, self.changes = task, changes
         self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None
         """The engine's function from images and crops to the backbone's input; it may return None."""
         self.is_plain = tuple(mean) == (0, 0, 0) and tuple(std) == (1, 1, 1)
@@ -297,10 +296,8 @@ class ImageClassifier(nn.Module):
         x = None if self.cropping is None or crops is None else self.cropping(images, crops)
         if x is None:
             pixels, targets = self.task.augment(images, targets, crops, self.framing)
-            if self.color_jitter is not None:
-                pixels = jittered(pixels, crops, self.color_jitter)
-            x = self._normalised(pixels)
-        x = mixed(x if self._cutout is None else cut_out(x, crops, self._cutout), crops)
+            x = self._normalised(self.changes.pixels(pixels, crops))
+        x = mixed(self.changes.hidden(x, crops), crops)
         return x.contiguous(memory_format=self.memory_format), targets
 
     def _normalised(self, pixels: Tensor) -> Tensor:

@@ -13,23 +13,9 @@ from torch import Tensor
 
 from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.models.dropout import drawn, keys_in
-from pfl_ext.tasks.task import Task
 
 STREAM = (1 << 20) + 2
 """Number of the stream of draws; those of dropout's layers and of detectors are lower."""
-
-
-def check_cutout(side: int | None, task: Task) -> None:
-    """Refuse hidden squares for targets with positions in the image, which would still be expected there.
-
-    Raises:
-        ValueError: one line with the reason.
-    """
-    if side is not None and type(task).augment is not Task.augment:
-        raise ValueError(
-            f"augment.cutout is {side}, but {type(task).__name__} needs all parts of an image: set "
-            "augment.cutout to none"
-        )
 
 
 def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
@@ -46,8 +32,15 @@ def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
     keys = keys_in(crops)
     if keys is None:
         return x
-    size = x.shape[2]
-    low = (drawn(keys, STREAM, 2) * size >> KEY_BITS) - side // 2
-    pixels = torch.arange(size, device=x.device)
-    inside = (pixels >= low[..., None]) & (pixels < low[..., None] + side)
+    low = (drawn(keys, STREAM, 2) * x.shape[2] >> KEY_BITS) - side // 2
+    return with_zeros(x, low, low + side)
+
+
+def with_zeros(x: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """A copy of images ``[B, 3, S, S]`` with zeros in rows and columns from ``start`` to before ``end``.
+
+    ``start`` and ``end`` are ``[B, 2]``: a row and a column, which may be outside the image.
+    """
+    pixels = torch.arange(x.shape[2], device=x.device)
+    inside = (pixels >= start[..., None]) & (pixels < end[..., None])
     return x.clone().masked_fill_((inside[:, 0, :, None] & inside[:, 1, None, :])[:, None], 0.0)

@@ -165,7 +165,10 @@ def test_rounds_follow_the_golden_trajectory(engine: str, train: Train) -> None:
             assert low - 1e-6 <= value <= high + 1e-6, (step, name)  # of 100
 
 
-DROPPING = "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6 --augment.color_jitter=0.4"
+DROPPING = (
+    "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6 --augment.color_jitter=0.4"
+    " --augment.rand_augment=9 --augment.random_erasing=0.5"
+)
 MIXING = "--augment.mixup=0.5 --augment.cutmix=1"
 
 

@@ -18,6 +18,7 @@ from benchmarks.flair.train import main as train
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.mini_outlines import write_boxed, write_masked
 from pfl_ext.algorithms.algorithm import ALGORITHMS
+from pfl_ext.models.image_changes import UNFIT
 from tests.benchmarks.core.test_privacy_matrix import BY_KEY, candidates
 
 SPEC = MiniSpec(
@@ -90,7 +91,10 @@ NOT_DRAWN = (
 NOT_OF = {
     "flair": ("augment.label_smoothing",),
     "classes": ("loss.absent_gamma",),
-    **dict.fromkeys(("segmentation", "detection"), ("augment.mixup", "augment.cutmix", "model.bottleneck")),
+    **dict.fromkeys(
+        ("segmentation", "detection"),
+        ("augment.mixup", "augment.cutmix", "model.bottleneck", *(f"augment.{key}" for key in UNFIT)),
+    ),
 }
 MORE: Mapping[str, tuple[Any, ...]] = {
     "local.num_epochs": (2,),

@@ -27,6 +27,7 @@ from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.image_changes import KEYED, ImageChanges
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
@@ -154,6 +155,7 @@ LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0,
         (PrivacyConfig(epsilon=2.0), PRIVACY),
         (LocalPrivacyConfig(), LOCAL_PRIVACY),
         (ModelConfig(), MODEL),
+        (ImageChanges(), dict.fromkeys(KEYED)),
         (FeedbackOptions(), {"error_feedback": True, "max_state_gb": 16.0}),
         (TopKOptions(), {"share": 0.01, "error_feedback": True, "max_state_gb": 16.0}),
         (RandomKOptions(), {"share": 0.01}),

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.transforms import AugmentConfig
+from pfl_ext.models.image_changes import KEYED, ImageChanges
 
-KEYED = ("cutout", "color_jitter")
-"""The keys by which images change as their keys say (`pfl_ext.models.dropout`)."""
 MIXING = ("mixup", "cutmix")
 """The keys by which images of a batch are mixed."""
 
 
 @dataclass(frozen=True, config=STRICT)
-class AugmentSection(AugmentConfig):
+class AugmentSection(ImageChanges, AugmentConfig):
     """Augmentation of training images and labels; scores are computed without it."""
 
     label_smoothing: Fraction = 0.0
     """Share of a label, or of a pixel's class, that is spread over all classes; 0 for multi-label tasks."""
-    cutout: PositiveInt | None = None
-    """Side of a square that is hidden at a random place of each image, in pixels; none: nothing is hidden."""
-    color_jitter: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Brightness, contrast, saturation change by random factors from 1 - this to 1 + this; none: off."""
-
-    @property
-    def keyed(self) -> bool:
-        """Whether training images need keys."""
-        return any(getattr(self, key) is not None for key in KEYED)
 
     def check(self, input_size: int) -> None:
         """Refuse a square larger than the input, and changes of images that have fixed views.

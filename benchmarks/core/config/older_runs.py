@@ -25,6 +25,8 @@ YOUNGER = {
     "augment.label_smoothing": 0.0,
     "augment.cutout": None,
     "augment.color_jitter": None,
+    "augment.rand_augment": None,
+    "augment.random_erasing": None,
     "augment.mixup": None,
     "augment.cutmix": None,
     "loss.focal_gamma": 0.0,

@@ -103,7 +103,12 @@ TABLE: Mapping[str, Rule] = {
         *(name for name in get_args(Normalisation) if name != "data"),
     ),
     **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
-    **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing cutout color_jitter"),
+    **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing"),
+    **each(
+        "an image changes by its own key and pixels alone, before its user's update is clipped",
+        "augment",
+        "rand_augment color_jitter cutout random_erasing",
+    ),
     **each(
         "images are mixed only within a batch of one user, before the user's update is clipped",
         "augment",

@@ -49,7 +49,7 @@ RECIPES: Mapping[str, Tree] = {
     "gld23k": {
         "data": {"dataset": "landmarks", "image_size": 256},
         "model": {"input_size": 224},
-        "augment": {"crop": "resized", "color_jitter": 0.4},
+        "augment": {"crop": "resized", "color_jitter": 0.4, "random_erasing": 0.2},
     },
     "efficientnet": {"model": {"arch": "efficientnet_b0"}},
     "mobilenetv3": {"model": {"arch": "mobilenet_v3_large"}},

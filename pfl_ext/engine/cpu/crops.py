@@ -24,10 +24,10 @@ class Crops:
 
     @staticmethod
     def know(model: ImageClassifier) -> bool:
-        """Whether the task's targets are independent of the crops, and colors stay as they are."""
+        """Whether the task's targets are independent of the crops, and pixels are only normalised."""
         kind = type(model.task)
         plain = kind.augment is Task.augment and kind.pixels is Task.pixels
-        return plain and model.color_jitter is None
+        return plain and not model.changes.of_pixels
 
     def __call__(self, images: Tensor, crops: Tensor) -> Tensor | None:
         """uint8 ``[B, H, W, 3]`` and ``[B, 6]`` or more -> ``[B, 3, S, S]``; None for other sizes."""

@@ -361,7 +361,8 @@ def test_dropout_and_what_has_no_room_are_refused() -> None:
         options=FedGKTOptions(),
     )
     with pytest.raises(
-        ValueError, match=r"which dropout, cutout and color jitter change: set model.dropout to false, and"
+        ValueError,
+        match=r"keyed augmentation change the image: set model.dropout to false, and augment\.rand_augment",
     ):
         FedGKT.check(dropping)
     dropping.users.sampling.mixes = True

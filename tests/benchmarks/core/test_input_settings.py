@@ -54,7 +54,9 @@ def test_dropout_is_part_of_the_config_and_has_images_bring_keys() -> None:
     assert other.sampling.keys
 
 
-@pytest.mark.parametrize(("key", "value"), [("cutout", 5), ("color_jitter", 0.4)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("cutout", 5), ("color_jitter", 0.4), ("random_erasing", 0.2), ("rand_augment", 9)]
+)
 def test_what_changes_images_by_key_is_part_of_the_config_and_has_them_bring_keys(
     key: str, value: float
 ) -> None:
@@ -98,6 +100,24 @@ def test_mixing_is_part_of_the_config_and_of_a_users_sampling(key: str) -> None:
         (
             ["--augment.color_jitter=1", "--model.trained=head", "--augment.flip=both", "--augment.views=2"],
             "augment.color_jitter is 1 and augment.views is 2, but the two cannot be combined",
+        ),
+        (["--augment.random_erasing=0"], r"augment\.random_erasing is '0'"),
+        (["--augment.random_erasing=1.5"], r"augment\.random_erasing is '1.5'"),
+        (
+            [
+                "--augment.random_erasing=1",
+                "--model.trained=head",
+                "--augment.flip=both",
+                "--augment.views=2",
+            ],
+            "augment.random_erasing is 1 and augment.views is 2, but the two cannot be combined",
+        ),
+        (["--augment.rand_augment=0"], r"augment\.rand_augment is '0'"),
+        (["--augment.rand_augment=31"], r"augment\.rand_augment is '31'"),
+        (["--augment.rand_augment=2.5"], r"augment\.rand_augment is '2.5'"),
+        (
+            ["--augment.rand_augment=9", "--model.trained=head", "--augment.flip=both", "--augment.views=2"],
+            "augment.rand_augment is 9 and augment.views is 2, but the two cannot be combined",
         ),
         (["--augment.mixup=0"], r"augment\.mixup is '0'"),
         (["--augment.cutmix=inf"], r"augment\.cutmix is 'inf'"),
@@ -157,7 +177,10 @@ def test_a_task_of_ones_own_keeps_its_scores_and_its_loss(word: str) -> None:
         trained_task(config, SquaredError(), ["a", "b"])
 
 
-@pytest.mark.parametrize("word", ["cutout=5", "color_jitter=0.4", "mixup=0.2", "cutmix=1"])
+@pytest.mark.parametrize(
+    "word",
+    ["cutout=5", "color_jitter=0.4", "random_erasing=0.2", "rand_augment=9", "mixup=0.2", "cutmix=1"],
+)
 def test_features_are_not_kept_where_squares_are_hidden_or_images_mixed(word: str) -> None:
     words = ["--model.trained=head", "--augment.flip=none", "--model.input_size=32", "--data.image_size=32"]
     words += ["--augment.crop=crop"]
@@ -176,7 +199,7 @@ def test_private_runs_take_every_normalisation_that_is_not_of_the_data(privacy: 
     words = ["--federated.weighting=users", "--local.max_images=10", *privacy]
     for name in ("imagenet", "none", "half"):
         dropout = ["--model.dropout=true", "--model.arch=vgg9", "--augment.cutout=8", "--augment.mixup=1"]
-        dropout += ["--augment.color_jitter=0.4"]
+        dropout += ["--augment.color_jitter=0.4", "--augment.random_erasing=1", "--augment.rand_augment=9"]
         parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect", *dropout])
     with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data \(the mean"):
         parse([*words, "--model.normalisation=data"])

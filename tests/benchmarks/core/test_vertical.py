@@ -225,6 +225,8 @@ def test_centralised_training_takes_the_same_network(train: Train) -> None:
         (["--model.input_size=19"], "which needs an even model.input_size"),
         (["--augment.flip=horizontal"], "set augment.flip to none and augment.crop to crop"),
         (["--augment.crop=resized"], "set augment.flip to none and augment.crop to crop"),
+        (["--augment.color_jitter=0.4"], "may depend on the pixels of another party: set both to none"),
+        (["--augment.rand_augment=9"], "may depend on the pixels of another party: set both to none"),
         (["--model.trained=head"], "whose networks each have a last layer"),
         (["--local.head_rate_factor=2"], "head_rate_factor applies only to one: set it to 1"),
         (["--local.layer_decay=0.5"], "layer_decay counts the blocks of a single network: set it to 1"),

@@ -4,7 +4,7 @@
     worker_runs ARGUMENTS...
 
 One launch for several runs, ``NAMES`` of `RUNS` with commas between: FL by pfl's loop with float64 sums (and
-an average over rounds) and with float32 sums, FL with dropout, cutout, color jitter and mixed images by the
+an average over rounds) and with float32 sums, FL with dropout, changed and mixed images by the
 fast engine, FL on features of augmented views, PFL, and PFL with secret noise. ``DIRECTORY/<run>/`` are the
 run directories. ``DIRECTORY/<run>-<rank>.json`` hold what each did: ``{"round user": checksum of the pixels,
 labels, order and crops that trained it}`` where pfl's loop trains, the checksums of the noise that was added,
@@ -70,7 +70,10 @@ PRIVATE = (
     "--privacy.noise_cohort_size=10",
     "--privacy.indicator_std_fraction=0.5",
 )
-KEYED = ("--augment.cutout=8", "--augment.color_jitter=0.4")
+KEYED = (
+    *("--augment.cutout=8", "--augment.color_jitter=0.4"),
+    *("--augment.rand_augment=9", "--augment.random_erasing=0.5"),
+)
 MIXING = ("--augment.mixup=0.5", "--augment.cutmix=1")
 FAST = ("--config=fl-r-17", "--runtime.engine=fast")
 RUNS = {

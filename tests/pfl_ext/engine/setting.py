@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
+from pfl_ext.models.image_changes import ImageChanges
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, PrivateMean, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
@@ -205,8 +206,8 @@ class Setting:
     scaffold: tuple[Option, Correction] | None = None
     dynamic: float | None = None
     """FedDyn's alpha."""
-    cutout: int | None = None
-    color_jitter: float | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """The changes of training images."""
     exact_crops: bool = True
     inexact: tuple[float, int] | None = None
     """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
@@ -224,8 +225,7 @@ class Setting:
             input_size=10,
             exact_crops=self.exact_crops,
             task=self.task,
-            cutout=self.cutout,
-            color_jitter=self.color_jitter,
+            changes=ImageChanges(**self.changes),
         )
         steps = LocalSGDConfig(
             optimizer=self.adam or "sgd",

@@ -31,7 +31,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "weighted images, weighted and smoothed classes": {"task": SingleLabel().trained_by(SMOOTHED)},
     "straddled batches, cutout": {
         "sampling": {"num_epochs": 2, "straddle": True},
-        "cutout": 4,
+        "changes": {"cutout": 4},
         "momentum": 0.5,
         "learning_rate": 0.05,
     },

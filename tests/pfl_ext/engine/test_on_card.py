@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -37,6 +38,7 @@ pretended = pytest.mark.skipif(REAL, reason="of the card that is not there")
 SIZES = [1, 2, 3, 5, 1, 2]
 FEW = local_sampling(num_epochs=1, batch_size=2, input_size=10)
 """Batches of one image and of two, so that a lane records four graphs; of some users one, of others more."""
+KEYED = replace(FEW, keys=True)
 TRAININGS: dict[str, dict[str, Any]] = {
     "paper's": {},
     "pfl's": {"clipping": "global"},
@@ -53,6 +55,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
         "task": SingleLabel(TrainingLoss(mixes=True, label_smoothing=0.1)),
         "sampling": local_sampling(num_epochs=1, batch_size=4, input_size=10, mixup=0.5, cutmix=1.0),
     },
+    "hidden parts of images": {"sampling": KEYED, "changes": {"cutout": 3, "random_erasing": 0.7}},
+    "RandAugment, without graphs": {"sampling": KEYED, "changes": {"rand_augment": 9}},
 }
 
 

@@ -1,4 +1,4 @@
-"""Color jitter: torchvision's operations, on each image by its key alone. See also test_cutout.py."""
+"""Color jitter: torchvision's operations, on each image by its key alone. See also test_image_changes.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.color_jitter import STREAM, jittered
 from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.models.image_changes import ImageChanges
 from pfl_ext.tasks.segmentation import Segmentation
 from tests.pfl_ext.models.test_cutout import crops_of
 
@@ -60,19 +61,17 @@ def test_orders_are_as_frequent_as_each_other_and_factors_uniform() -> None:
     assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 5 / n**0.5
 
 
-def test_an_image_changes_in_the_same_way_whoever_is_beside_it() -> None:
-    x, crops = torch.rand(9, 3, 10, 10), crops_of(9)
-    whole, rows = jittered(x, crops, 0.4), [7, 2, 5]
-    torch.testing.assert_close(jittered(x[rows], crops[rows], 0.4), whole[rows], rtol=0, atol=1e-6)
-
-
 def test_masks_stay_and_colors_change_before_they_are_normalised() -> None:
     images = torch.randint(0, 256, (4, 12, 12, 3), dtype=torch.uint8)
     masks = torch.randint(0, 3, (4, 12, 12), dtype=torch.uint8)
     scales: Any = ((0.4, {}), (None, {"mean": (0.0,) * 3, "std": (1.0,) * 3}))
     model, plain = (
         ImageClassifier(
-            nn.Conv2d(3, 3, 1), input_size=10, task=Segmentation(3), color_jitter=strength, **scale
+            nn.Conv2d(3, 3, 1),
+            input_size=10,
+            task=Segmentation(3),
+            changes=ImageChanges(color_jitter=strength),
+            **scale,
         )
         for strength, scale in scales
     )
