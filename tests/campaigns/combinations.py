@@ -20,10 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ few seeds, an error with all."""
 STOCK, TWO = "stock", "two"
 """Runs of another kind: by pfl's own loop, by two workers."""
 VERDICTS = ("refused", "fine", "rounding", "finding")
+DATA = "data"
+"""The folder of data files, and the first letters of other such folders."""
 FIRST = ".first"
 """Suffix of the file of a run's first model."""
 KILL = At("benchmarks.core.recorder:Recorder.save", 1, False)
@@ -60,16 +63,22 @@ KILL = At("benchmarks.core.recorder:Recorder.save", 1, False)
 class Campaign:
     """Draws, one after another, in one folder."""
 
+    draw = staticmethod(drawn)
+
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.log = folder / "log.txt"
 
-    def _data(self, subject: str) -> Path:
-        path = self._folder / f"{subject}.hdf5"
+    def write(self, subject: str, path: Path) -> None:
+        """The subject's data file."""
+        SUBJECTS[subject].write(path, SUBJECTS[subject].spec)
+
+    def _data(self, path: Path) -> Path:
         if not path.exists():
 
             def write() -> int:
-                SUBJECTS[subject].write(path, SUBJECTS[subject].spec)
+                path.parent.mkdir(exist_ok=True)
+                self.write(path.stem, path)
                 return 0
 
             live(write, None, self.log)
@@ -77,16 +86,33 @@ class Campaign:
                 vars(execute)[look](path)
         return path
 
-    def _live(self, subject: str, words: Sequence[str], name: str, death: At | None = None) -> int | None:
-        argv, data = self._argv(subject, words), self._data(subject)
+    def live(
+        self,
+        subject: str,
+        words: Sequence[str],
+        name: str,
+        death: At | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        data: str = DATA,
+    ) -> int | None:
+        """The exit code of a run with these words, in the folder ``name``; None if it was killed.
+
+        Args:
+            subject: of `SUBJECTS`.
+            words: beside the subject's own.
+            name: of the folder; runs whose names begin with `TWO` have two workers.
+            death: when the run is killed.
+            prepare: is called in the process of the run, before it.
+            data: name of the folder of the data file.
+        """
+        argv, path = self._argv(subject, words), self._data(self.folder / data / f"{subject}.hdf5")
 
         def work() -> int:
             torch.set_num_threads(1)
-            if name.startswith("whole"):
-                _keep_first_model(self._folder / f"{name}{FIRST}")
-            return run(
-                SUBJECTS[subject].main, [*argv, f"--data_path={data}", f"--run_dir={self._folder / name}"]
-            )
+            prepare()
+            os.chdir(path.parent)  # so that no path says which data it is
+            directory = f"--run_dir={self.folder / name}"
+            return run(SUBJECTS[subject].main, [*argv, f"--data_path={path.name}", directory])
 
         self.log.unlink(missing_ok=True)
         return live(partial(as_two_workers, work) if name.startswith(TWO) else work, death, self.log)
@@ -108,30 +134,46 @@ class Campaign:
             return str(fault)
         return None
 
-    def judge(self, subject: str, words: tuple[str, ...]) -> tuple[str, str]:
-        """``(kind, what)``: refused, fine, rounding or finding."""
-        for path in self._folder.iterdir():
-            if path.is_dir():
+    def clear(self) -> None:
+        """Remove all runs."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.name.startswith(DATA):
                 shutil.rmtree(path)
             elif path.suffix == FIRST:
                 path.unlink()
+
+    def begun(
+        self,
+        subject: str,
+        words: Sequence[str],
+        name: str,
+        prepare: Callable[[], None],
+        data: str = DATA,
+    ) -> tuple[str, str] | None:
+        """A verdict on a run that did not come to its end by itself; None where it did. See `live`."""
         try:
-            code = self._live(subject, words, "whole")
+            code = self.live(subject, words, name, None, prepare, data)
         except RuntimeError as fault:
-            return "finding", f"whole: {fault}"
+            return "finding", f"{name}: {fault}"
         said = self.log.read_text().strip().splitlines()
         if code == 2:
             errors = [line for line in said if "error" in line.lower()]
             fine = bool(said) and "Traceback" not in "".join(said) and len(errors) <= 1
             return ("refused" if fine else "finding"), said[-1] if said else "no line"
-        if code != 0:
-            return "finding", f"whole ended with {code}: {' / '.join(said[-4:])}"
+        return None if code == 0 else ("finding", f"{name} ended with {code}: {' / '.join(said[-4:])}")
+
+    def judge(self, subject: str, words: tuple[str, ...]) -> tuple[str, str]:
+        """``(kind, what)``: refused, fine, rounding or finding."""
+        self.clear()
+        first = partial(_keep_first_model, self.folder / f"whole{FIRST}")
+        if (verdict := self.begun(subject, words, "whole", first)) is not None:
+            return verdict
         try:
-            whole = outcome(self._folder / "whole")
-            killed = self._live(subject, words, "killed", KILL)
-            if killed is None and self._live(subject, words, "killed") != 0:
+            whole = outcome(self.folder / "whole")
+            killed = self.live(subject, words, "killed", KILL)
+            if killed is None and self.live(subject, words, "killed") != 0:
                 return "finding", f"not taken up: {self.log.read_text()[-600:]}"
-            compare("killed", outcome(self._folder / "killed"), whole)
+            compare("killed", outcome(self.folder / "killed"), whole)
             offs = {kind: self._off(subject, words, kind) for kind in (STOCK, TWO)}
         except (RuntimeError, OSError, KeyError) as fault:
             return "finding", f"{type(fault).__name__}: {str(fault)[:1500]}"
@@ -150,15 +192,17 @@ class Campaign:
         for seed in ("", *OTHER_SEEDS):
             names = f"whole{seed}", f"{kind}{seed}"
             for name, argv in zip(names, (words, other)):
-                if (self._folder / name).exists():
+                if (self.folder / name).exists():
                     continue
-                code = self._live(subject, joined(argv, f"--seed={seed}") if seed else argv, name)
+                first = partial(_keep_first_model, self.folder / f"{name}{FIRST}")
+                seeded = joined(argv, f"--seed={seed}") if seed else argv
+                code = self.live(subject, seeded, name, None, first)
                 said = self.log.read_text()
                 if code == 2 and name == TWO and "Traceback" not in said and said.count("error") == 1:
                     return None
                 if code != 0:
                     raise RuntimeError(f"{name} ended with {code}: {said[-600:]}")
-            one, two = (_counts(self._folder / name) for name in names)
+            one, two = (_counts(self.folder / name) for name in names)
             if kind == TWO and one != two:
                 raise RuntimeError(f"counts of two workers: {two} != {one}")
             least = min(least, self._distance(*names))  # which stays where the distance is not a number
@@ -169,7 +213,7 @@ class Campaign:
     def _distance(self, name: str, other_name: str) -> float:
         """How far the models of two runs are from each other, relative to the way from the first model."""
         one, other, first = (
-            _vector(self._folder / path)
+            _vector(self.folder / path)
             for path in (f"{name}/model.safetensors", f"{other_name}/model.safetensors", f"{name}{FIRST}")
         )
         if one is None or other is None:
@@ -206,10 +250,10 @@ def _keep_first_model(path: Path) -> None:
     vars(execute)["train_federated"] = noting
 
 
-def main() -> None:
-    """Run the campaign and say what was seen."""
+def conduct(kind: type[Campaign], description: str | None) -> None:
+    """Run a campaign and say what was seen."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--draws", type=int, default=200, help="how many; with --state, in all calls together"
@@ -224,9 +268,9 @@ def main() -> None:
     if given.state is not None and given.state.exists():
         seen = json.loads(given.state.read_text())
     with tempfile.TemporaryDirectory() as folder, sparingly():
-        campaign = Campaign(Path(folder))
+        campaign = kind(Path(folder))
         for number in range(given.first + len(seen), given.first + given.draws):
-            subject, words = drawn(given.seed, number, given.only, campaign.refusal)
+            subject, words = kind.draw(given.seed, number, given.only, campaign.refusal)
             verdict, what = campaign.judge(subject, words)
             seen.append([verdict, number, subject, " ".join(words), what])
             if verdict in ("rounding", "finding"):
@@ -240,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    conduct(Campaign, __doc__)

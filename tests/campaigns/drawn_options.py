@@ -15,6 +15,8 @@ from benchmarks.fedcv.detection import train as detection
 from benchmarks.fedcv.segmentation import train as segmentation
 from benchmarks.flair.config import FLAIR
 from benchmarks.flair.train import main as train
+from benchmarks.visual_classification.config import VISION
+from benchmarks.visual_classification.train import main as vision
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.mini_outlines import write_boxed, write_masked
 from pfl_ext.algorithms.algorithm import ALGORITHMS
@@ -45,18 +47,26 @@ class Subject(NamedTuple):
 
 
 OF_PLACES = replace(SPEC, image_size=32, max_user_images=3)
-GROUPS = "--model.groups=2"
+PLAIN, GROUPS = "--model.arch=simple_cnn", "--model.groups=2"
 """With more groups, a norm at maps of one pixel has few values, whose variance rounding decides."""
 LARGER = ("--model.input_size=32", "--data.image_size=32", "--model.normalisation=half", GROUPS)
 SUBJECTS = {
-    "flair": Subject(FLAIR, train, write_mini, SPEC, ("--config=fl-r-17", "--model.arch=simple_cnn"), 0.45),
+    "flair": Subject(FLAIR, train, write_mini, SPEC, ("--config=fl-r-17", PLAIN), 0.4),
     "classes": Subject(
         classification.EXPERIMENT.benchmark,
         classification.main,
         write_mini,
         replace(SPEC, coarse_labels=1),
-        ("--config=fedavg", "--model.arch=simple_cnn", "--data.partition=none"),
-        0.45,
+        ("--config=fedavg", PLAIN, "--data.partition=none"),
+        0.35,
+    ),
+    "vision": Subject(
+        VISION,
+        vision,
+        write_mini,
+        replace(SPEC, coarse_labels=1),
+        ("--config=cifar10-fedavg", PLAIN, "--data.partition=none"),
+        0.15,
     ),
     "segmentation": Subject(
         segmentation.EXPERIMENT.benchmark,
@@ -86,11 +96,17 @@ NOT_DRAWN = (
     "model.arch model.input_size model.pretrained model.weights_sha256 model.parties model.genotype "
     "data.image_size data.dataset data.taxonomy federated.algorithm federated.num_rounds "
     "federated.cohort_size evaluation.every_rounds evaluation.every_epochs evaluation.best_by "
-    "loss.class_weights loss.absent_margin"
+    "loss.class_weights loss.absent_margin runtime.tune runtime.device runtime.track runtime.progress "
+    "runtime.cache_gb runtime.lanes runtime.threads"
 )
+SET_PRIVATELY = (
+    "privacy.release privacy.noise_seed local_privacy.noise_seed privacy.noise_cohort_size "
+    "privacy.noise_population"
+)
+"""Keys that a campaign of private runs sets itself."""
 NOT_OF = {
     "flair": ("augment.label_smoothing",),
-    "classes": ("loss.absent_gamma",),
+    **dict.fromkeys(("classes", "vision"), ("loss.absent_gamma",)),
     **dict.fromkeys(
         ("segmentation", "detection"),
         ("augment.mixup", "augment.cutmix", "model.bottleneck", *(f"augment.{key}" for key in UNFIT)),
@@ -132,13 +148,15 @@ GOES_WITH: Mapping[str, tuple[str, ...]] = {
 """Words that a section or an algorithm needs nearly always."""
 WITH_NORMS = ("--model.arch=shufflenet_v2_x0_5", GROUPS)
 """A small network with norms and branches, in the place of the plain one."""
+ONE_PASS = ("--model.trained=head", "--federated.num_rounds=1", "--federated.cohort_size=8")
+"""What a private head in closed form needs."""
+Refusal = Callable[[str, Sequence[str]], str | None]
+"""What is said of a subject and words that make no config."""
 WITHOUT = {"fedbuff": "--federated.cohort_size"}
 """The word of `COMMON` that an algorithm does not read."""
 
 
-def drawn(
-    seed: int, number: int, only: str | None, refusal: Callable[[str, Sequence[str]], str | None]
-) -> tuple[str, tuple[str, ...]]:
+def drawn(seed: int, number: int, only: str | None, refusal: Refusal) -> tuple[str, tuple[str, ...]]:
     """Draw ``number``: the subject, and words that make a config with the subject's own.
 
     Args:
@@ -148,24 +166,77 @@ def drawn(
         refusal: what is said of a subject and words that make no config.
     """
     rng = np.random.default_rng([seed, number])
-    subject = only or str(rng.choice(list(SUBJECTS), p=[each.share for each in SUBJECTS.values()]))
+    subject = only or _subject(rng)
     words: tuple[str, ...] = ()
     if rng.random() < 0.8:
         name = str(rng.choice(ALGORITHMS.names()))
         words = (*GOES_WITH.get(name, ()), f"--federated.algorithm={name}")
-    if rng.random() < 0.3 and "--model.arch=simple_cnn" in SUBJECTS[subject].words:
+    if rng.random() < 0.3 and PLAIN in SUBJECTS[subject].words:
         words = (*WITH_NORMS, *words)
-    for section in rng.choice(SECTIONS.split(), size=TRIED):
-        left_out = (*NOT_DRAWN.split(), *NOT_OF.get(subject, ()))
+    return subject, _with_more(rng, subject, words, refusal, rng.choice(SECTIONS.split(), size=TRIED), ())
+
+
+def drawn_privately(
+    seed: int, number: int, only: str | None, refusal: Refusal
+) -> tuple[str, tuple[str, ...]]:
+    """As `drawn`, with central or local privacy, and steps and bounds of any size."""
+    rng = np.random.default_rng([seed, number, 1])
+    subject, section = (
+        only or _subject(rng),
+        str(rng.choice(["privacy", "privacy", "privacy", "local_privacy"])),
+    )
+    bound = rng.choice([1e-9, 0.001, 0.02, 1.0, 30.0])
+    words = ("--federated.weighting=users", f"--{section}.delta=0.01", f"--{section}.clipping_bound={bound}")
+    words = (*words, f"--{section}.epsilon={50 if section == 'privacy' else 100}")
+    tried = [(f"--local.learning_rate={rng.choice([0.01, 0.1, 0.1, 1.0, 1e2, 1e20])}",)]
+    if rng.random() < 0.3 and PLAIN in SUBJECTS[subject].words:
+        tried.append(WITH_NORMS)
+    if section == "privacy":
+        tried += [
+            ("--privacy.noise_cohort_size=none", "--privacy.noise_population=none"),
+            (f"--privacy.sampler={rng.choice(['poisson', 'fixed', 'cyclic'])}",),
+            (f"--privacy.mechanism={rng.choice(['gaussian', 'adaptive'])}",),
+            ("--privacy.indicator_std_fraction=0.5",),
+        ]
+    algorithm = str(rng.choice(["fedavg", "fedavg", "fedprox", "fedncm", "fed3r"]))
+    at_once = () if algorithm in ("fedavg", "fedprox") else ONE_PASS
+    tried.append((*at_once, f"--federated.algorithm={algorithm}"))
+    for more in tried:
+        words = words if refusal(subject, joined(words, *more)) else joined(words, *more)
+    other = "local_privacy" if section == "privacy" else "privacy"
+    sections = [each for each in SECTIONS.split() if each not in (other, "attack")]
+    chosen = rng.choice([*sections, "augment", "augment", "compression", *["runtime"] * 3], size=TRIED)
+    return subject, _with_more(rng, subject, words, refusal, chosen, SET_PRIVATELY.split())
+
+
+def _subject(rng: np.random.Generator) -> str:
+    return str(rng.choice(list(SUBJECTS), p=[each.share for each in SUBJECTS.values()]))
+
+
+def _with_more(
+    rng: np.random.Generator,
+    subject: str,
+    words: tuple[str, ...],
+    refusal: Refusal,
+    sections: Sequence[str],
+    left_out: Sequence[str],
+) -> tuple[str, ...]:
+    """The words with a key of each section that is not left out, where that is not refused."""
+    left_out = (*NOT_DRAWN.split(), *NOT_OF.get(subject, ()), *left_out)
+    for section in sections:
         keys = [key for key in BY_KEY if key.startswith(f"{section}.") and key not in left_out]
         key = str(rng.choice(keys))
         default = BY_KEY[key][1]
         values = [_word(value) for value in (*candidates(key), *MORE.get(key, ()) * 2) if value != default]
         values = [value for value in values if value]
         if values:
-            more = joined(words, *GOES_WITH.get(section, ()), f"--{key}={values[rng.integers(len(values))]}")
+            value = f"--{key}={values[rng.integers(len(values))]}"
+            needs = (
+                () if any(word.startswith(f"--{section}.") for word in words) else GOES_WITH.get(section, ())
+            )
+            more = joined(words, *needs, value)
             words = words if refusal(subject, more) else more
-    return subject, words
+    return words
 
 
 def joined(words: Sequence[str], *more: str) -> tuple[str, ...]:

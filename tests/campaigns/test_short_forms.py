@@ -6,15 +6,18 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.core import ledger
 from dataset.cli import run
 from pfl_ext.engine.cpu.crops import Crops
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.central import PrivateMean
 from tests.benchmarks.sparing import sparingly
-from tests.campaigns import audit_head, combinations, kill_training
+from tests.campaigns import audit_head, combinations, kill_training, neighbours
 from tests.campaigns.drawn_options import drawn
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
@@ -92,6 +95,30 @@ def test_options_are_judged_by_both_engines_and_after_a_kill(
         monkeypatch.setattr(Crops, "know", lambda model: True)
         verdict, what = campaign.judge("classes", jitter)
     assert (verdict, what.partition(":")[0]) == ("finding", "apart, of the way")
+
+
+def test_what_one_user_moves_is_seen_in_sums_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--federated.weighting=users", "--federated.num_rounds=1", "--privacy.noise_cohort_size=none")
+    words += ("--privacy.epsilon=50", "--privacy.delta=0.01", "--privacy.clipping_bound=0.001")
+    real = PrivateMean.user_scales
+
+    def too_large(self: PrivateMean, *words: Any) -> Any:
+        scales, tally = real(self, *words)
+        return scales * 1.001, tally
+
+    with sparingly():
+        campaign = neighbours.Neighbours(tmp_path)
+        verdict, what = campaign.judge("classes", words)
+        assert (verdict, what.rpartition("; ")[2]) == ("fine", "same files")
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger, "PUBLIC_LINE", (*ledger.PUBLIC_LINE, "train_loss"))
+            assert campaign.judge("classes", words) == ("finding", "not the same: ['metrics.jsonl']")
+        monkeypatch.setattr(PrivateMean, "user_scales", too_large)
+        verdict, what = campaign.judge("classes", words)
+    assert verdict == "finding"
+    assert what.startswith("a user moves the sum by 1.00")
 
 
 def test_each_draw_of_options_is_a_config() -> None:
