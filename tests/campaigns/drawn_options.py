@@ -173,7 +173,7 @@ def drawn(seed: int, number: int, only: str | None, refusal: Refusal) -> tuple[s
         words = (*GOES_WITH.get(name, ()), f"--federated.algorithm={name}")
     if rng.random() < 0.3 and PLAIN in SUBJECTS[subject].words:
         words = (*WITH_NORMS, *words)
-    return subject, _with_more(rng, subject, words, refusal, rng.choice(SECTIONS.split(), size=TRIED), ())
+    return subject, _with_more(rng, subject, words, refusal, SECTIONS.split(), ())
 
 
 def drawn_privately(
@@ -186,9 +186,13 @@ def drawn_privately(
         str(rng.choice(["privacy", "privacy", "privacy", "local_privacy"])),
     )
     bound = rng.choice([1e-9, 0.001, 0.02, 1.0, 30.0])
-    words = ("--federated.weighting=users", f"--{section}.delta=0.01", f"--{section}.clipping_bound={bound}")
-    words = (*words, f"--{section}.epsilon={50 if section == 'privacy' else 100}")
-    tried = [(f"--local.learning_rate={rng.choice([0.01, 0.1, 0.1, 1.0, 1e2, 1e20])}",)]
+    words: tuple[str, ...] = (
+        *("--federated.weighting=users", f"--{section}.delta=0.01", f"--{section}.clipping_bound={bound}"),
+        f"--{section}.epsilon={50 if section == 'privacy' else 100}",
+    )
+    tried: list[tuple[str, ...]] = [
+        (f"--local.learning_rate={rng.choice([0.01, 0.1, 0.1, 1.0, 1e2, 1e20])}",)
+    ]
     if rng.random() < 0.3 and PLAIN in SUBJECTS[subject].words:
         tried.append(WITH_NORMS)
     if section == "privacy":
@@ -205,8 +209,8 @@ def drawn_privately(
         words = words if refusal(subject, joined(words, *more)) else joined(words, *more)
     other = "local_privacy" if section == "privacy" else "privacy"
     sections = [each for each in SECTIONS.split() if each not in (other, "attack")]
-    chosen = rng.choice([*sections, "augment", "augment", "compression", *["runtime"] * 3], size=TRIED)
-    return subject, _with_more(rng, subject, words, refusal, chosen, SET_PRIVATELY.split())
+    sections += ["augment", "augment", "compression", *["runtime"] * 3]
+    return subject, _with_more(rng, subject, words, refusal, sections, SET_PRIVATELY.split())
 
 
 def _subject(rng: np.random.Generator) -> str:
@@ -221,9 +225,9 @@ def _with_more(
     sections: Sequence[str],
     left_out: Sequence[str],
 ) -> tuple[str, ...]:
-    """The words with a key of each section that is not left out, where that is not refused."""
+    """The words with keys of some of these sections, where they are not refused."""
     left_out = (*NOT_DRAWN.split(), *NOT_OF.get(subject, ()), *left_out)
-    for section in sections:
+    for section in rng.choice(sections, size=TRIED):
         keys = [key for key in BY_KEY if key.startswith(f"{section}.") and key not in left_out]
         key = str(rng.choice(keys))
         default = BY_KEY[key][1]

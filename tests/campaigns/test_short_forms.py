@@ -100,8 +100,10 @@ def test_options_are_judged_by_both_engines_and_after_a_kill(
 def test_what_one_user_moves_is_seen_in_sums_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--federated.weighting=users", "--federated.num_rounds=1", "--privacy.noise_cohort_size=none")
-    words += ("--privacy.epsilon=50", "--privacy.delta=0.01", "--privacy.clipping_bound=0.001")
+    words = (
+        *("--federated.weighting=users", "--federated.num_rounds=1", "--privacy.noise_cohort_size=none"),
+        *("--privacy.epsilon=50", "--privacy.delta=0.01", "--privacy.clipping_bound=0.001"),
+    )
     real = PrivateMean.user_scales
 
     def too_large(self: PrivateMean, *words: Any) -> Any:
