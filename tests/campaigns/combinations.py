@@ -194,17 +194,17 @@ class Campaign:
             for name, argv in zip(names, (words, other)):
                 if (self.folder / name).exists():
                     continue
-                first = partial(_keep_first_model, self.folder / f"{name}{FIRST}")
                 seeded = joined(argv, f"--seed={seed}") if seed else argv
-                code = self.live(subject, seeded, name, None, first)
+                first = partial(_keep_first_model, self.folder / f"{name}{FIRST}")
+                code = self.live(subject, seeded, name, None, first if name == names[0] else lambda: None)
                 said = self.log.read_text()
                 if code == 2 and name == TWO and "Traceback" not in said and said.count("error") == 1:
                     return None
                 if code != 0:
                     raise RuntimeError(f"{name} ended with {code}: {said[-600:]}")
-            one, two = (_counts(self.folder / name) for name in names)
-            if kind == TWO and one != two:
-                raise RuntimeError(f"counts of two workers: {two} != {one}")
+            whole, counts = (_counts(self.folder / name) for name in names)
+            if counts != whole:
+                raise RuntimeError(f"counts of {names[1]}: {counts} != {whole}")
             least = min(least, self._distance(*names))  # which stays where the distance is not a number
             if least <= NEAR:
                 break

@@ -111,19 +111,19 @@ class Sums:
         again, _ = self._sum(work, -1)
         size = float(torch.linalg.vector_norm(whole, order))
         slack = len(users) * ROUNDING * max(size, bound)
-        said = [] if torch.equal(whole, again) and whole.isfinite().all() else ["the same users, another sum"]
+        said = [] if torch.equal(whole, again) else ["the same users have another sum"]
         most = 0.0
         for user in users:
             less, counts = self._sum(work, user)
-            most = max(most, float(torch.linalg.vector_norm(whole - less, order)))
+            moved = float(torch.linalg.vector_norm(whole - less, order))
+            most = max(most, moved)
+            if not moved <= bound + slack:  # also where it is not a number
+                said.append(f"user {user} moves the sum by {moved / bound:.6g} of the bound")
             present, clipped, refused, _, vote = (tally - counts).abs().tolist()  # norms are not released
             if max(present, clipped, refused) > 1 or vote > VOTE:
                 said.append(f"user {user} moves the tally by {(tally - counts).tolist()}")
-        if not most <= bound + slack:
-            said.append(f"a user moves the sum by {most / bound:.6g} of the bound")
-        line = {"moved": most / bound, "said": said}
         with self._notes.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"moved": most / bound, "said": said}) + "\n")
 
     def _sum(self, work: Callable[[], Any], without: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._without, self._looking = without, True
