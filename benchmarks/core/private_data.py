@@ -74,8 +74,8 @@ def check_private_data(experiment: Experiment[Any]) -> None:
     if moved := _moved(experiment):
         raise ValueError(
             "privacy protects a user with all its images, but data.partition gives an image of user "
-            f"{moved[0]} to {moved[1]}: give the partition a name that does not begin with user, so "
-            "that it has clients"
+            f"{moved[0]} to {moved[1]}: make the file with the partition's users, or give the partition a "
+            "name that does not begin with user, so that it has clients"
         )
     for name in ("val", *experiment.final_splits):
         both = [user for user in experiment.split(name).user_ids if owner(user, trained) in trained]
