@@ -59,7 +59,7 @@ class NormBound(AggregationRule):
         for _, block in spool.coordinates(rows):
             squares += (block * block).sum(1)
         limit = layer_limit(self.chosen.bound, 1)
-        scales = np.minimum(1, limit / np.maximum(np.sqrt(squares), limit))
+        scales = limit / np.maximum(np.sqrt(squares), limit)
         weights = spool.weights[rows]
         return by_blocks(spool, rows, weights / weights.sum() * scales)
 

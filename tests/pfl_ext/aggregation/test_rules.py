@@ -217,16 +217,18 @@ def test_updates_of_attackers() -> None:
     for kind, options, factor in (
         ("honest", {}, 1.0),
         ("label_flip", {}, 1.0),
+        ("sign_flip", {}, -1.0),
         ("sign_flip", {"scale": 2.0}, -2.0),
         ("boost", {}, 8.0),
         ("boost", {"scale": 3.0}, 3.0),
     ):
         for before, after in zip(own, attack(kind, **options).update(own, rng, 8)):
             assert (after == factor * before).all(), kind
-    noise = torch.cat([t.reshape(-1) for t in attack("gaussian", scale=3.0).update(own, rng, 8)])
     deviation = torch.cat([t.reshape(-1) for t in own]).std()
-    assert float(noise.std()) == pytest.approx(3 * float(deviation), rel=0.05)
-    assert abs(float(noise.mean())) < 0.2 * float(noise.std())
+    for options, factor in (({}, 1.0), ({"scale": 3.0}, 3.0)):
+        noise = torch.cat([t.reshape(-1) for t in attack("gaussian", **options).update(own, rng, 8)])
+        assert float(noise.std()) == pytest.approx(factor * float(deviation), rel=0.05)
+        assert abs(float(noise.mean())) < 0.2 * float(noise.std())
 
 
 def test_alie_takes_the_quantile_and_not_the_distribution_function() -> None:
