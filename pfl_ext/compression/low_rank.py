@@ -65,8 +65,8 @@ class LowRank(Compressor):
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
         """``4 r (n + m)`` for a matrix, 4 for every other number."""
-        total = 0
-        for shape in shapes:
-            dims = self._dims(shape)
-            total += FLOAT * (shape.numel() if dims is None else self.chosen.rank * sum(dims))
-        return total
+        numbers = (
+            shape.numel() if (dims := self._dims(shape)) is None else self.chosen.rank * sum(dims)
+            for shape in shapes
+        )
+        return FLOAT * sum(numbers)

@@ -257,7 +257,7 @@ class Turnouts:
             def seconds(count: int, user: IntArray = one) -> float:
                 return float(self._seconds(user, np.array([count]))[0])
 
-            steps[place] = max(bisect_right(range(steps[place] + 1), deadline, key=seconds) - 1, 0)
+            steps[place] = max(bisect_right(range(steps[place]), deadline, key=seconds) - 1, 0)
         return steps
 
     def _seconds(self, users: IntArray, steps: IntArray) -> FloatArray:
