@@ -109,9 +109,8 @@ def _folder(arguments: argparse.Namespace) -> Found:
         return folder.walked(images, names)
     table = input_file("--labels", arguments.labels)
     header = header_of(table)
-    several = arguments.label_column is None and "labels" in header and "label" not in header
-    if arguments.several:
-        several = True
+    by_header = arguments.label_column is None and "labels" in header and "label" not in header
+    several = arguments.several or by_header
     plural = "labels" if several else "label"
     fine = f"fine_{plural}"
     columns = folder.Columns(
@@ -164,12 +163,12 @@ def _hf(arguments: argparse.Namespace) -> Found:
     Without --client_column one user owns each split, and clients are dealt afterwards.
     """
     columns = hf.Columns(
-        arguments.client_column or "",
+        arguments.client_column,
         arguments.image_column,
         arguments.label_column,
-        arguments.fine_column or "",
-        arguments.split_column or "",
-        arguments.id_column or "",
+        arguments.fine_column,
+        arguments.split_column,
+        arguments.id_column,
     )
     return hf.read(arguments.source, columns, _classes(arguments))
 
@@ -177,12 +176,12 @@ def _hf(arguments: argparse.Namespace) -> Found:
 def _add_hf(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", type=Path, required=True, help="a folder, or a .parquet or .arrow file")
-    add("--client_column", help="the client of each image: text, or whole numbers")
+    add("--client_column", default="", help="the client of each image: text, or whole numbers")
     add("--image_column", default="image", help="the images' bytes (image)")
     add("--label_column", default="label", help="a class, its name or its number, or a list of them (label)")
-    add("--fine_column", help="the same of finer labels")
-    add("--split_column", help="train, val, validation or test, in the place of the files' names")
-    add("--id_column", help="an id for each image, in the place of its file and row")
+    add("--fine_column", default="", help="the same of finer labels")
+    add("--split_column", default="", help="train, val, validation or test, in the place of the files' names")
+    add("--id_column", default="", help="an id for each image, in the place of its file and row")
 
 
 def _leaf(arguments: argparse.Namespace) -> Found:

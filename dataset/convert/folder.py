@@ -135,12 +135,10 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
     rows, empty = FileRows(folder, kinds, names), []
     classes = [path for top in tops for path in _inside(folder, top)] if called else tops
     classes = [path for path in classes if _is_folder(folder, path) and any(_inside(folder, path))]
-    if classes and all(_holds_images_alone(folder, path) for path in classes):
-        for path in classes:
-            _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
-        part = rows.part(str(folder.root), lambda row: str(folder.root))
-        return Found([part], kinds, names, rows.num_bytes, clients=False)
-    for top in tops:
+    no_clients = bool(classes) and all(_holds_images_alone(folder, path) for path in classes)
+    for path in classes if no_clients else ():
+        _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
+    for top in () if no_clients else tops:
         split = SPLIT_NAMES[top.name] if called else None
         clients = [p for p in _inside(folder, top) if _is_folder(folder, p)] if called else [top]
         if called:
@@ -151,17 +149,14 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
             if not _walk_client(folder, client, split, rows):
                 empty.append(str(client))
     part = rows.part(str(folder.root), lambda row: str(folder.root))
-    return Found([part], kinds, names, rows.num_bytes, empty_users=empty)
+    return Found([part], kinds, names, rows.num_bytes, empty_users=empty, clients=not no_clients)
 
 
 def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows: FileRows) -> int:
     """Add the images of a client, and return their number."""
-    count = 0
     _refuse_images(folder, client)
-    for label in _inside(folder, client):
-        if _is_folder(folder, label):
-            count += _walk_class(folder, label, client.name, split, rows)
-    return count
+    labels = [path for path in _inside(folder, client) if _is_folder(folder, path)]
+    return sum(_walk_class(folder, label, client.name, split, rows) for label in labels)
 
 
 def _walk_class(folder: Folder, label: PurePosixPath, client: str, split: str | None, rows: FileRows) -> int:

@@ -80,7 +80,7 @@ def _arrow_batches(path: Path, columns: list[str], start: int) -> Iterator[Any]:
                 start = max(0, start - len(batch))
 
 
-def files_of(place: Path, by_name: bool = True) -> list[_File]:
+def files_of(place: Path, by_name: bool) -> list[_File]:
     """The files of a data set, with the splits from their names or folders.
 
     Args:

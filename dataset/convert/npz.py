@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 from numpy.lib import format as npy
 
-from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.pixels import Scale
 from dataset.convert.source import NO_CLIENT, Found, Part, Rows
 from dataset.convert.text import MAX_CLASSES, Names
 from dataset.fetch import source as batches
@@ -232,27 +232,23 @@ def read(path: Path, given: list[str] | None) -> Found:
                 "for each column"
             )
     names, scale = {"labels": Names(given, numbered=True)}, Scale()
-    parts, shapes, size = [], set[tuple[int, int, int]](), 0
+    parts, size = [], 0
     for split in splits:
         images = split.arrays["images"]
-        shape = shape_of(images.shape[1:], images.where)
-        shapes.add(shape)
+        shape = scale.shape_of(images.shape[1:], images.where)
         size += images.shape[0] * shape[0] * shape[1] * 3
         for block in images.blocks():
             scale.note(block, images.where)
             if images.dtype == np.uint8 and block.max() > 1:
                 break  # these are levels, and none is out of range
         parts.append(_part(split, _rows(split, {"labels": kind}, names), scale, shape))
-    if size:
-        scale.check(path)
+    side = scale.side(path)
     if kind == "label set" and _one_each(parts):
         raise ValueError(
             f"{splits[0].arrays['labels'].where}: each image has exactly one label, given as columns of "
             "0 and 1: save class numbers instead, by numpy.argmax(labels, axis=1)"
         )
-    return Found(
-        parts, {"labels": kind}, names, size, common_side(shapes), clients="clients" in splits[0].arrays
-    )
+    return Found(parts, {"labels": kind}, names, size, side, clients="clients" in splits[0].arrays)
 
 
 def _rows(split: Split, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -> Rows:

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataset.arrays import IntArray
 from dataset.store.index import SPLITS, in_another_split
 
 OTHERS = ("val", "test")
@@ -84,9 +83,10 @@ def deal(users: pa.ChunkedArray, images: pa.ChunkedArray, splits: pa.ChunkedArra
                     "leave it out"
                 )
     free = np.flatnonzero(number == 0)
-    if any(how.shares.values()):
-        dealt = _by_users if how.by == "users" else _by_images
-        number[free] = dealt(names, owner[free], images, free, how)
+    if any(how.shares.values()) and how.by == "users":
+        number[free] = _by_users(names, owner[free], how)
+    elif any(how.shares.values()):
+        number[free] = _by_images(names, owner[free], images.take(pa.array(free)).to_pylist(), how)
     if not (number == 0).any():
         raise ValueError(
             "there is no image for training: name a split of the source train, or split all images "
@@ -128,13 +128,7 @@ def _order(seed: int, *words: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _by_users(
-    names: list[str],
-    owner: npt.NDArray[np.int32],
-    images: pa.ChunkedArray,
-    rows: IntArray,
-    how: Dealing,
-) -> npt.NDArray[np.int8]:
+def _by_users(names: list[str], owner: npt.NDArray[np.int32], how: Dealing) -> npt.NDArray[np.int8]:
     """The split of each record, by whole users. Their numbers follow the shares, rounded, at least one."""
     here = sorted(set(owner.tolist()), key=lambda user: (_order(how.seed, "users", names[user]), names[user]))
     split_of = np.zeros(len(names), np.int8)
@@ -153,22 +147,17 @@ def _by_users(
 
 
 def _by_images(
-    names: list[str],
-    owner: npt.NDArray[np.int32],
-    images: pa.ChunkedArray,
-    rows: IntArray,
-    how: Dealing,
+    names: list[str], owner: npt.NDArray[np.int32], images: list[str], how: Dealing
 ) -> npt.NDArray[np.int8]:
     """The split of each record, within its user.
 
     A share of n images is ``floor(share n + u)`` images, with u drawn for the user in [0, 1), so that small
     users give their share on average. At least one image stays in train.
     """
-    ids = images.take(pa.array(rows)).to_pylist()
-    keys = np.array([_order(how.seed, "images", image) for image in ids], np.uint64)
+    keys = np.array([_order(how.seed, "images", image) for image in images], np.uint64)
     order = np.lexsort((keys, owner))
     counts = np.bincount(owner, minlength=len(names))
-    split = np.zeros(len(rows), np.int8)
+    split = np.zeros(len(images), np.int8)
     start = 0
     for user, count in enumerate(counts.tolist()):
         mine, left = order[start : start + count], count - 1

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.pixels import Scale, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown, split_by_names
 from dataset.convert.tff_sqlite import LABELS, PIXELS, is_sqlite
@@ -71,8 +71,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
     chosen = list(LABELS)[: 2 if coarse else 1]
     kinds: Mapping[str, Kind] = {LABELS[leaf]: "class" for leaf in chosen}
     names = {name: Names(given if name == "labels" else None, numbered=True) for name in kinds}
-    scale, shapes = Scale(), set[tuple[int, int, int]]()
-    parts, empty, size = [], [], 0
+    scale, parts, empty, size = Scale(), [], [], 0
     for path, split in files:
         rows = Rows(kinds, names)
         with opened(path) as file:
@@ -84,8 +83,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
                 images, labels = _of_client(clients, client, chosen, where)
                 empty += [] if len(images) else [client]
                 if len(images):
-                    shape = shape_of(images.shape[1:], where)
-                    shapes.add(shape)
+                    shape = scale.shape_of(images.shape[1:], where)
                 for number in range(len(images)):
                     stem = f"{split}/{client}" if split else client
                     values = [int(column[number]) for column in labels]
@@ -94,9 +92,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
                     scale.note(block, where)
                     size += len(block) * shape[0] * shape[1] * 3
         parts.append(_part(path, rows, scale))
-    if shapes:
-        scale.check(source)
-    return Found(parts, kinds, names, size, common_side(shapes), empty, files=files)
+    return Found(parts, kinds, names, size, scale.side(source), empty, files=files)
 
 
 def _has_coarse(path: Path) -> bool:

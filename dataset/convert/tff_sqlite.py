@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.convert.examples import parse
-from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.pixels import Scale, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown
 from dataset.fetch.source import Image
@@ -67,8 +67,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
     Raises:
         ValueError: one line that names file, client and example.
     """
-    state, scale, shapes, size = state_of(source), Scale(), set[tuple[int, int, int]](), 0
-    parts = []
+    state, scale, size, parts = state_of(source), Scale(), 0, []
     kinds: dict[str, Kind] = {}
     names: dict[str, Names] = {}
     for named, split in _splits(source, prefix).items():
@@ -78,7 +77,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
                 kinds, names = _annotations(features, given, where)
             rows = rows or Rows(kinds, names)
             image = _image(features, where)
-            shapes.add(shape := shape_of(image.shape, where))
+            shape = scale.shape_of(image.shape, where)
             scale.note(image, where)
             size += shape[0] * shape[1] * 3
             rows.add(
@@ -89,9 +88,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
             parts.append(
                 Part(str(source), key, rows.table(), lambda _: str(source), _images(source, named, scale))
             )
-    if shapes:
-        scale.check(source)
-    return Found(parts, kinds, names, size, common_side(shapes))
+    return Found(parts, kinds, names, size, scale.side(source))
 
 
 def _splits(source: Path, prefix: str | None) -> dict[str, str]:
