@@ -63,8 +63,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a text file with the class names, a line each, in the order of their numbers",
     )
-    own = "given: the source's own splits stay (the default where it has any); deal: dealt by --split_by"
-    add("--splits", choices=("given", "deal"), help=own)
+    splits_help = (
+        "given: the source's own splits stay (the default where it has any); deal: dealt by --split_by"
+    )
+    add("--splits", choices=("given", "deal"), help=splits_help)
     by = "users: a split has whole users; images: each user keeps some of its images for val and test"
     add("--split_by", choices=("users", "images"), help=f"{by} (users)")
     for name in OTHERS:
@@ -224,11 +226,11 @@ def _flamby(arguments: argparse.Namespace) -> Found:
     Its columns are image, target, center, fold; the centres are the clients.
     """
     table = input_file("--labels", arguments.labels)
-    given = _classes(arguments)
-    if given is None and set(ISIC) <= set(header_of(table)):
-        given = list(ISIC)
+    class_names = _classes(arguments)
+    if class_names is None and set(ISIC) <= set(header_of(table)):
+        class_names = list(ISIC)
     columns = folder.Columns("image", "center", "target", "fold")
-    names = {"labels": Names(given, numbered=True)}
+    names = {"labels": Names(class_names, numbered=True)}
     return folder.listed(
         Folder("--images", arguments.images), [(table, None)], columns, names, arguments.suffix
     )
@@ -298,15 +300,15 @@ def _storage(arguments: argparse.Namespace, side: int | None) -> tuple[str, int 
     Raises:
         ValueError: for options that contradict one another, or the source.
     """
-    given = "image_size" in arguments  # its value may be None: own
+    has_size = "image_size" in arguments  # its value may be None: own
     if side is not None:
         if arguments.storage == "jpeg":
             raise ValueError("--storage jpeg is for image files, but this source has arrays: leave it out")
-        return "raw", arguments.image_size if given else (side or None)
+        return "raw", arguments.image_size if has_size else (side or None)
     storage = arguments.storage or "jpeg"
-    if storage == "jpeg" and given:
+    if storage == "jpeg" and has_size:
         raise ValueError("--image_size needs --storage raw: add --storage raw, or leave it out")
-    return storage, arguments.image_size if given else SIDE
+    return storage, arguments.image_size if has_size else SIDE
 
 
 def main(argv: Sequence[str]) -> None:

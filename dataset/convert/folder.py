@@ -79,7 +79,7 @@ def listed(
             labels = [label, rest[columns.fine]] if columns.fine else [label]
             if in_split_folder and stated and (folder.root / stated / folder.named(path, where)).exists():
                 path = f"{stated}/{path}"
-            values = [_separated(one, columns.separator) for one in labels]
+            values = [_separated(label, columns.separator) for label in labels]
             rows.put(where, client, path + suffix, split, values)
             numbers.append(line)
         parts.append(rows.part(str(table), _Lines(str(table), numbers)))
@@ -204,7 +204,7 @@ def _refuse_images(folder: Folder, path: PurePosixPath) -> None:
             )
 
 
-def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
+def fedscale(folder: Folder, place: Path, class_names: Sequence[str] | None) -> Found:
     """FedScale's ``client_data_mapping``: ``train.csv``, ``val.csv``, ``test.csv``, or one CSV.
 
     The columns are the client, the path, the class name and the class number, under any names. The last
@@ -213,7 +213,7 @@ def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
     Args:
         folder: the images' folder; images may be in a subfolder named after their split.
         place: the folder of the CSVs, or one CSV.
-        given: the class names by number; None: the names beside the numbers, if each number has one.
+        class_names: the class names by number; None: the names beside the numbers, if each number has one.
 
     Raises:
         ValueError: one line that names file and line.
@@ -232,9 +232,9 @@ def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
                 "same columns, at least a client, a path and a label"
             )
     client, column, *between, label = headers[0]
-    if given is None and between:
-        given = _named_numbers([table for table, _ in tables], between[0], label)
-    names = {TAXONOMIES[0]: Names(given, numbered=True)}
+    if class_names is None and between:
+        class_names = _named_numbers([table for table, _ in tables], between[0], label)
+    names = {TAXONOMIES[0]: Names(class_names, numbered=True)}
     return listed(folder, tables, Columns(column, client, label), names, in_split_folder=True)
 
 

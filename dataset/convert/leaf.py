@@ -54,18 +54,18 @@ def json_files(source: Path) -> list[tuple[Path, str | None]]:
     return [*zip(paths, split_by_names(source, paths))]
 
 
-def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
+def read(source: Path, images: Folder | None, class_names: list[str] | None) -> Found:
     """Read LEAF's files.
 
     Args:
         source: a folder with ``train/`` and ``test/``, a folder with files, or a file.
         images: the folder of the images that the files name; None if the files hold pixels.
-        given: the class names by number.
+        class_names: the class names by number.
 
     Raises:
         ValueError: one line that names file, user and sample.
     """
-    names = {"labels": Names(given, numbered=True)}
+    names = {"labels": Names(class_names, numbered=True)}
     scale = Scale()
     parts: list[Part] = []
     empty: list[str] = []

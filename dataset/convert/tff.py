@@ -47,19 +47,19 @@ def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
     return [*zip(paths, splits)]
 
 
-def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Found:
+def read(source: Path, class_names: list[str] | None, prefix: str | None = None) -> Found:
     """Read TensorFlow Federated's files.
 
     Args:
         source: a folder with ``*_train.h5`` and ``*_test.h5``, or a file; or a file of SQLite.
-        given: the class names of ``label`` by number.
+        class_names: the class names of ``label`` by number.
         prefix: of the names of SQLite's splits; see `dataset.convert.tff_sqlite`.
 
     Raises:
         ValueError: one line that names file, client and data set.
     """
     if is_sqlite(source):
-        return read_sqlite(source, given, prefix)
+        return read_sqlite(source, class_names, prefix)
     if prefix is not None and source.exists():
         raise ValueError(
             f"--prefix can be used only with SQLite files, but {source} is not one: leave it out"
@@ -70,7 +70,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
     coarse = all(_has_coarse(path) for path, _ in files)
     chosen = list(LABELS)[: 2 if coarse else 1]
     kinds: Mapping[str, Kind] = {LABELS[leaf]: "class" for leaf in chosen}
-    names = {name: Names(given if name == "labels" else None, numbered=True) for name in kinds}
+    names = {name: Names(class_names if name == "labels" else None, numbered=True) for name in kinds}
     scale, parts, empty, size = Scale(), [], [], 0
     for path, split in files:
         rows = Rows(kinds, names)

@@ -41,8 +41,8 @@ def most_frequent(drawing: Drawing, _: float) -> PartitionIndex:
             raise ValueError(
                 f"no image with an object is left for client {client} of {clients}: use fewer clients"
             )
-        given = owner_of[here & (matrix.indices == counts.argmax())]
-        client_of[given], left[given] = client, False
+        chosen = owner_of[here & (matrix.indices == counts.argmax())]
+        client_of[chosen], left[chosen] = client, False
     if not left.any():
         raise ValueError(f"no image is left for client {clients - 1} of {clients}: use fewer clients")
     return of_owners(client_of, clients)
