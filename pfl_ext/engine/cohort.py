@@ -197,18 +197,15 @@ class CohortEngine:
 
     def _fitting(self, tasks: Sequence[Task], local: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""
-        most = self._most(local)
-        return [
-            part for task in tasks for part in grouped(task.members, most, task.together, self._max_users)
-        ]
+        most, users = self._most(local), self._max_users
+        return [part for task in tasks for part in grouped(task.members, most, task.together, users)]
 
     def _most(self, local: LocalTraining) -> int:
         """Images of a group, as far as is known."""
-        if local.form not in self._max_images:
-            self._max_images[local.form] = group_size(
-                self._model, local, len(self.lanes), self.arrangement.images
-            )
-        return self._max_images[local.form]
+        known = self._max_images
+        if local.form not in known:
+            known[local.form] = group_size(self._model, local, len(self.lanes), self.arrangement.images)
+        return known[local.form]
 
     def train(
         self,
@@ -230,12 +227,12 @@ class CohortEngine:
         with ieee_float32(self._device):
             read = (self._reading.batches(dataset.read(m), local) for m in members if m.num_images)
             self._rehearse(chain.from_iterable(read), local, scaling, self.lanes)
-            fitting = self._fitting(tasks, local)
-            job = dataset, local, weight_of, scaling, rule
+            work = partial(
+                self._work, dataset=dataset, local=local, weight_of=weight_of, scaling=scaling, rule=rule
+            )
             # a round is a function of its number: it can be begun again
-            while not self._has_run(fitting, scaling, lambda lane, mine: self._work(lane, mine, *job)):
+            while not self._has_run(fitting := self._fitting(tasks, local), scaling, work):
                 self._shrink(local, any(task.together for task in fitting))
-                fitting = self._fitting(tasks, local)
         if self.readers.after(len(self.lanes) * (time.perf_counter() - begin)):
             print(
                 f"waiting for images: {self.readers.threads} reader threads for each lane from now on",
