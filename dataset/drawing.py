@@ -25,19 +25,19 @@ KEPT = f"\n{THIN}"
 """Letters that are shown, although Python calls them unprintable."""
 
 
-def write_figure(figure: Figure, target: Any, name: str, **how: Any) -> None:
+def write_figure(figure: Figure, target: Any, name: str, **options: Any) -> None:
     """``figure.savefig``, with every text as it is. A letter that the font lacks is drawn as a box.
 
     Args:
         figure: one whose texts hold no mathematics.
         target: the path or the buffer to write.
         name: of the figure, for lines about such letters and what else matplotlib warns of; empty for none.
-        how: what ``savefig`` takes.
+        options: what ``savefig`` takes.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _make_literal(figure)
-        figure.savefig(target, **how)
+        figure.savefig(target, **options)
     of_users = [str(each.message) for each in caught if each.category is UserWarning]
     lines = {BOXES if text.startswith("Glyph ") else text: None for text in of_users}
     for line in lines if name else ():

@@ -92,8 +92,8 @@ class Journal:
     def __init__(self, output: Path, overwrite: bool = True, locked: bool = False) -> None:
         self.folder = _folder_of(output)
         self.data = self.folder / "data.hdf5"
-        own = contextlib.nullcontext() if locked else only_writer(output, overwrite)
-        self._lock: contextlib.AbstractContextManager[None] = own
+        lock = contextlib.nullcontext() if locked else only_writer(output, overwrite)
+        self._lock: contextlib.AbstractContextManager[None] = lock
 
     def __enter__(self) -> Journal:
         self._lock.__enter__()

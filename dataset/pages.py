@@ -46,12 +46,12 @@ def join(parts: Iterable[object], between: str = "") -> Html:
 def tag(name: str, *parts: object, **attributes: object) -> Html:
     """An element. An attribute that is None is left out; ``_`` in its name stands for ``-``, and at its end
     for nothing (``class_``)."""
-    given = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(clean(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{name}{given}>{join(parts)}</{name}>")
+    return Html(f"<{name}{written}>{join(parts)}</{name}>")
 
 
 def section(title: str, *parts: object) -> Html:
@@ -108,8 +108,8 @@ def picture(content: bytes, kind: str, alt: str, width: int, height: int) -> Htm
         height: height in pixels.
     """
     data = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    given = {"src": data, "alt": alt, "width": width, "height": height}
-    return Html("<img" + "".join(f' {key}="{text(clean(value))}"' for key, value in given.items()) + ">")
+    written = {"src": data, "alt": alt, "width": width, "height": height}
+    return Html("<img" + "".join(f' {key}="{text(clean(value))}"' for key, value in written.items()) + ">")
 
 
 def bars(title: str, counts: Mapping[str, int], colour: int = 0) -> Html:

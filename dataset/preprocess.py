@@ -206,8 +206,8 @@ class _SecondPass:
         try:
             if isinstance(image, np.ndarray):
                 pixels = image
-            elif (how := self.options.transcode) is not None and how.changes(image):
-                pixels = to_pixels(image, how.background, how.upright)[0]
+            elif (transcode := self.options.transcode) is not None and transcode.changes(image):
+                pixels = to_pixels(image, transcode.background, transcode.upright)[0]
             else:
                 return decode(image, side)
             return pixels if side is None else resized(pixels, side)

@@ -171,18 +171,12 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
     licence = arguments.licence or spec.licence_of(annotated.classes)
     provenance: dict[str, Any] = {"source": arguments.source, "licence": licence, "users": said}
     provenance |= {**annotated.notes, **annotated.repaired}
-    options = Options(
-        output,
-        arguments.storage,
-        arguments.image_size,
-        overwrite=arguments.overwrite,
+    options = Options.of(
+        arguments,
+        spec.name,
         locked=True,
-        verify=arguments.verify,
-        on_bad_image=arguments.on_bad_image,
         vocabulary={COLUMNS[form]: list(annotated.classes)},
-        workers=arguments.workers,
         transcode=Transcoding(upright=arguments.upright),
-        tool=f"dataset.{spec.name}.download_preprocess",
         finish=Finish(others, annotated.sizes),
     )
     make(place.source(table, annotated.folders, provenance), options, place.downloads)

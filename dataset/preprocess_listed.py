@@ -93,19 +93,8 @@ def _make(
     table = lists.table(spec.natural)
     source = _source(spec, arguments.source, folder, lists, table)
     finish = _Finish(lists, spec.natural, places, n_max, output.with_name(output.name + ".missing.csv"))
-    options = Options(
-        output,
-        arguments.storage,
-        arguments.image_size,
-        overwrite=arguments.overwrite,
-        locked=True,
-        verify=arguments.verify,
-        on_bad_image=arguments.on_bad_image,
-        tool=f"dataset.{spec.name}.download_preprocess",
-        vocabulary=lists.vocabulary(table),
-        workers=arguments.workers,
-        finish=finish,
-    )
+    vocabulary = lists.vocabulary(table)
+    options = Options.of(arguments, spec.name, locked=True, vocabulary=vocabulary, finish=finish)
     make(source, options, folder)
     finish.report(len(table))
 

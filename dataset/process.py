@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks a command to stop."""
@@ -24,31 +23,27 @@ RESUMABLE = 75
 
 MANY = 100_000
 """New objects before the next garbage collection, during the imports."""
-_often = list[tuple[int, int, int]]()
-"""Python's thresholds of garbage collection, while `begin` has changed them."""
+_after_imports = contextlib.ExitStack()
+"""What `imported` undoes: `begin` changed garbage collection, and what signals do."""
 _codes = list[int]()
 """The exit code, when it is known."""
-_signals = dict[int, Any]()
-"""What signals did before `begin`, during the imports."""
 
 
 def begin() -> None:
     """To be called before the imports, in a process that runs one command."""
     if "torch" in sys.modules:
         return  # too late
-    _often.append(gc.get_threshold())
+    _after_imports.callback(gc.set_threshold, *gc.get_threshold())
+    _after_imports.callback(gc.freeze)
     gc.set_threshold(MANY, 100, 100)
     atexit.register(_leave)  # what is registered first is called last
-    _signals.update({number: signal.signal(number, _stop) for number in SIGNALS})
+    for number in SIGNALS:
+        _after_imports.callback(signal.signal, number, signal.signal(number, _stop))
 
 
 def imported() -> None:
     """After `begin`: signals as before it, and garbage collection, but not among what was imported since."""
-    if _often:
-        gc.freeze()
-        gc.set_threshold(*_often.pop())
-    while _signals:
-        signal.signal(*_signals.popitem())
+    _after_imports.close()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import sys
@@ -66,6 +67,27 @@ class Options:
     overwrite: bool = False  # an existing output file, also one that another process has made meanwhile
     locked: bool = False
     """Whether the caller is the output's `dataset.journal.only_writer`, because it downloads beforehand."""
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, name: str, **more: Any) -> Options:
+        """The options by the arguments that the commands of data sets share (`dataset.preprocess`).
+
+        Args:
+            arguments: of the command line.
+            name: of the data set.
+            more: the other options.
+        """
+        return cls(
+            arguments.output_file,
+            arguments.storage,
+            arguments.image_size,
+            verify=arguments.verify,
+            on_bad_image=arguments.on_bad_image,
+            workers=arguments.workers,
+            tool=f"dataset.{name}.download_preprocess",
+            overwrite=arguments.overwrite,
+            **more,
+        )
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def train_centralised(
     if first == 0:
         average.add(0)
     for epoch in range(first, config.centralised.num_epochs):
-        if epoch % config.evaluation.every_epochs == 0:
+        if epoch % config.every == 0:
             evaluated(epoch)
         loss = train_epoch(run, store, model, epoch)
         average.add(epoch + 1)

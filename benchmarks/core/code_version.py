@@ -13,8 +13,8 @@ PACKAGE = "flair-on-pfl"
 def commit() -> str | None:
     """The commit of this checkout, with ``+`` where files differ from it or its code has others besides.
 
-    Of an installed package: the commit that pip installed it from, else its version. None where nothing is
-    known. A repository in which the package merely lies, in a virtual environment, is not meant.
+    If the package is installed, it is the commit that pip installed it from, else its version. None where
+    nothing is known. A repository in which the package merely lies, in a virtual environment, is not meant.
     """
 
     def git(*words: str) -> str:

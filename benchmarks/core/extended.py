@@ -60,14 +60,13 @@ def check_extension(run: AnyRun, files: RunDirectory) -> None:
             f"{asked} has a learning rate schedule that depends on {length}, so a run of "
             f"{config.num_steps} {config.unit}s would have used other rates: start a new run"
         )
-    every = config.evaluation.every_rounds if config.mode == "federated" else config.evaluation.every_epochs
     account = _account(run)
     if account["config_sha256"] != tree_digest(known):
         raise ValueError(f"the config.yaml in {asked} does not belong to its checkpoint: restore it")
-    if account["ended"] and old.num_steps % every:
+    if account["ended"] and old.num_steps % config.every:
         raise ValueError(
             f"{asked} was last scored after {old.num_steps} {config.unit}s, which is not a multiple of "
-            f"evaluation.every_{config.unit}s = {every}: start a new run"
+            f"evaluation.every_{config.unit}s = {config.every}: start a new run"
         )
     data = run.extend / "checkpoint" / "data.json"
     if not data.exists() or checkpoint.read_json(data).get("sha256") != files.data_sha256:

@@ -150,15 +150,12 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
             print(f"the frozen layers are computed in every round: {why}", flush=True)
         return images
     kept = KeptFeatures(run, split, data, experiment.file)
-    if run.config.augment.views is None:
-        cache = kept.whole_images(list(stores.values()))
-        fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
-    else:  # training sees views alone, and scores whole images alone
+    fed: dict[str, SplitImages] = {}
+    if run.config.augment.views is not None:  # training sees views alone, and scores whole images alone
         train = stores.pop("train")
-        views = kept.views(train, run.config.augment.views)
-        cache = kept.whole_images(list(stores.values()))
-        fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
-        fed["train"] = dataclasses.replace(train, pixels=views)
+        fed["train"] = dataclasses.replace(train, pixels=kept.views(train, run.config.augment.views))
+    cache = kept.whole_images(list(stores.values()))
+    fed |= {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
     return Inputs(split.classifier, fed.__getitem__)
 
 

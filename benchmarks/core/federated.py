@@ -307,7 +307,7 @@ def train_federated(
     if first == 0:
         average.add(0)
     for number in range(first, config.federated.num_rounds):
-        if number % config.evaluation.every_rounds == 0:
+        if number % config.every == 0:
             begin_work(evaluation=number, config=training.config_hash)
             evaluated(number)
         state, line = algorithm.round(state, number)
@@ -320,10 +320,11 @@ def train_federated(
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         recorder.step_done(number, line, state)
     recorder.arithmetic = recorder.arithmetic or algorithm.arithmetic(precision)
-    recorder.engine_check = None if training.check is None else training.check.outcome
-    recorder.engine_choice = None if training.tuner is None else training.tuner.outcome
-    recorder.traffic = algorithm.bytes(state)._asdict()
-    recorder.findings = algorithm.findings(state)
+    if training.check is not None and training.check.outcome is not None:
+        recorder.findings["engine_check"] = training.check.outcome
+    if training.tuner is not None and training.tuner.outcome is not None:
+        recorder.findings["engine_choice"] = training.tuner.outcome
+    recorder.findings |= {"traffic": algorithm.bytes(state)._asdict(), **algorithm.findings(state)}
     if training.engine is not None:
         training.engine.close()
     if not recorder.ended:

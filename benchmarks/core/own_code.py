@@ -83,11 +83,11 @@ def _modules_of(thing: Any) -> Iterator[str]:
     """The modules of a class and its bases, of a function, of an instance and what it calls."""
     left = [thing]
     while left:
-        one = left.pop()
-        yield str(getattr(one, "__module__", ""))
-        for base in (one if isinstance(one, type) else type(one)).__mro__:
+        item = left.pop()
+        yield str(getattr(item, "__module__", ""))
+        for base in (item if isinstance(item, type) else type(item)).__mro__:
             yield base.__module__
-        left += [inner for name in ("build", "func") if callable(inner := getattr(one, name, None))]
+        left += [inner for name in ("build", "func") if callable(inner := getattr(item, name, None))]
 
 
 def _files(module: ModuleType) -> dict[str, str]:
@@ -100,11 +100,13 @@ def _files(module: ModuleType) -> dict[str, str]:
     folder, left, seen = _place(top), [top], PROJECT | {top.__name__}
     named = {module.__name__.partition(".")[0] for module in own_modules()}
     while left:
-        one = left.pop()
-        inside = [Path(place) for place in getattr(one, "__path__", ())]
-        paths = {f"{one.__name__}/{path.relative_to(of)}": path for of in inside for path in of.rglob("*.py")}
-        if not inside and getattr(one, "__file__", None):
-            paths = {one.__name__: Path(str(one.__file__))}
+        current = left.pop()
+        inside = [Path(place) for place in getattr(current, "__path__", ())]
+        paths = {
+            f"{current.__name__}/{path.relative_to(of)}": path for of in inside for path in of.rglob("*.py")
+        }
+        if not inside and getattr(current, "__file__", None):
+            paths = {current.__name__: Path(str(current.__file__))}
         for name, path in sorted(paths.items()):
             found[name] = file_digest(path)
             new = sorted(_imported(path) - seen)

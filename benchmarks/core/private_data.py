@@ -106,8 +106,8 @@ def check_private_loss(module: ImageClassifier, store: ImageStore) -> None:
     images, annotations = store.read(rows)
     targets = task.settled(task.collate(annotations).to(module.mean.device))[0]
     outputs, targets = module.outputs(torch.from_numpy(images).to(module.mean.device), targets)
-    both, one = task.image_losses(outputs, targets), task.image_losses(outputs[:1], targets[:1])
-    if both.shape != (2,) or not agree(one, both[:1], APART):
+    both, alone = task.image_losses(outputs, targets), task.image_losses(outputs[:1], targets[:1])
+    if both.shape != (2,) or not agree(alone, both[:1], APART):
         raise ValueError(
             f"{type(task).__name__}.image_losses gives an image another loss if there are other images in "
             "its batch, so one user would change the updates of others, and the guarantee would not hold: "

@@ -82,9 +82,8 @@ class Progress:
 
     def _estimate(self, done: int, seconds: float) -> None:
         config, unit = self._config, self._config.unit
-        every = config.evaluation.every_rounds if unit == "round" else config.evaluation.every_epochs
         steps = config.num_steps - done
-        evaluations = -(-steps // every) + 1
+        evaluations = -(-steps // config.every) + 1
         total = steps * seconds + evaluations * self._scoring_s
         if total > LONG_S:
             parts = f"{steps:,} {unit}s of {seconds:.2g} s and {evaluations:,} evaluations of "

@@ -178,14 +178,10 @@ class Recorder:
         self.best = Best()
         self.arithmetic: str | None = None
         """How training was computed, see `pfl_ext.engine.cpu.choice.described`."""
-        self.engine_check: dict[str, Any] | None = None
-        """What `pfl_ext.engine.selfcheck` found."""
-        self.engine_choice: dict[str, Any] | None = None
-        """What `pfl_ext.engine.tuning` chose."""
-        self.traffic: dict[str, int] | None = None
-        """Bytes between the server and each user of a round."""
         self.findings: Tree = {}
-        """What the algorithm has found besides a model, by its own keys of ``results.json``."""
+        """What federated training has found besides a model, by keys of ``results.json``: ``engine_check``
+        of `pfl_ext.engine.selfcheck`, ``engine_choice`` of `pfl_ext.engine.tuning`, ``traffic`` in bytes
+        between the server and each user of a round, and the algorithm's own keys."""
         self.ledger: Ledger | None = None
         self.tracking: Tracking | None = None
         self.held = Held()

@@ -59,12 +59,12 @@ def directory_of(run: AnyRun, data_path: Path) -> Path:
     names = (run.benchmark.name_of(config, "-"), config.setting)
     plain, older = (Path("runs") / f"{name.lower()}-{data_path.stem}-seed{config.seed}" for name in names)
     for path in (older, plain):
-        own = path.with_name(f"{path.name}-{short_digest(config)}")
-        if has_begun(own):
-            return own
+        with_digest = path.with_name(f"{path.name}-{short_digest(config)}")
+        if has_begun(with_digest):
+            return with_digest
         if has_begun(path) and not _differs(path, run, damaged=path != plain):
             return path
-    return own if has_begun(plain) else plain
+    return with_digest if has_begun(plain) else plain
 
 
 def _differs(directory: Path, run: AnyRun, damaged: bool) -> bool:

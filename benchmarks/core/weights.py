@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
-from dataset.files import file_digest
+from dataset.files import file_digest, state_of
 from pfl_ext import checkpoint
 from pfl_ext.devices import traces
 from pfl_ext.models.decoders import outputs_of
@@ -20,14 +20,13 @@ SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
 
 @lru_cache(maxsize=8)
-def _sha256_of(path: Path, size: int, changed_ns: int) -> str:
+def _sha256_of(path: Path, _: str) -> str:
     return file_digest(path)
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal; a file that has not changed is read once."""
-    state = path.stat()
-    return _sha256_of(path.resolve(), state.st_size, state.st_mtime_ns)
+    return _sha256_of(path.resolve(), state_of(path))
 
 
 def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:

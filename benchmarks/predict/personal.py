@@ -19,6 +19,7 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.lora import merged
 from pfl_ext.models.weights import some
 
@@ -72,23 +73,29 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     number = ids.index(user)
     context = run_context(run, whole, CentralEvaluation(store))
     algorithm = chosen.start(dataclasses.replace(context, compressor=None))
-    tensors, account = checkpoint.load(folder / "last.safetensors")
-    if account.get("config_sha256") != model.record.outcome["config_sha256"] or not account.get("ended"):
-        raise ValueError(
-            f"{folder / 'last.safetensors'} is not the checkpoint of the end of the run: {AGAIN}"
-        )
-    held = {*checkpoint.part(tensors, checkpoint.MODEL), *trained_names(module)}
-    if lacking := [name for name in module.state_dict() if name not in held]:
-        raise ValueError(
-            f"{folder / 'last.safetensors'} is of an earlier version, without {some(lacking)}: {AGAIN}"
-        )
+    state = _state_at_end(algorithm, model, module)
     try:
-        state = algorithm.load(algorithm.init(config.seed), tensors)
-    except ValueError as fault:
-        raise ValueError(f"{fault}: restore it, or {AGAIN}") from None
-    try:
-        own = algorithm.model_of(state, number, federated.num_rounds)
+        personal = algorithm.model_of(state, number, federated.num_rounds)
     except ValueError as why:
         raise ValueError(f"--user {user} {why}: leave --user out for the server's model") from None
-    network = merged(own.pytorch_model).eval()
+    network = merged(personal.pytorch_model).eval()
     return dataclasses.replace(model, network=network), algorithm.images.held_out[number]
+
+
+def _state_at_end(algorithm: Any, model: Trained, module: ImageClassifier) -> Any:
+    """The algorithm's state after the run's last round, from the run's last checkpoint.
+
+    Raises:
+        ValueError: one line, for a checkpoint of another time, and one that is damaged.
+    """
+    path = model.record.directory / "checkpoint" / "last.safetensors"
+    tensors, account = checkpoint.load(path)
+    if account.get("config_sha256") != model.record.outcome["config_sha256"] or not account.get("ended"):
+        raise ValueError(f"{path} is not the checkpoint of the end of the run: {AGAIN}")
+    held = {*checkpoint.part(tensors, checkpoint.MODEL), *trained_names(module)}
+    if lacking := [name for name in module.state_dict() if name not in held]:
+        raise ValueError(f"{path} is of an earlier version, without {some(lacking)}: {AGAIN}")
+    try:
+        return algorithm.load(algorithm.init(model.record.config.seed), tensors)
+    except ValueError as fault:
+        raise ValueError(f"{fault}: restore it, or {AGAIN}") from None

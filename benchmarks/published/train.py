@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks.core.code_version import commit
 from benchmarks.core.config.digests import tree_digest
@@ -28,6 +27,7 @@ from benchmarks.visual_classification.config import VISION
 from dataset.cli import run as run_command
 from dataset.files import write_json
 from dataset.store.hdf5 import DataFile
+from pfl_ext.checkpoint import read_json
 from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import is_main
 
@@ -64,7 +64,7 @@ def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tre
     rounds = sorted(number for number in curve if number) or [0]
     best = max(rounds, key=lambda number: (curve[number], -number))
     ended = directory / "results.json"
-    results: dict[str, Any] = json.loads(ended.read_text(encoding="utf-8")) if ended.exists() else {}
+    results = read_json(ended) if ended.exists() else {}
     return {
         "row": row.name,
         "seed": seed,
@@ -91,9 +91,7 @@ def _of_own_models(results: Tree) -> Tree:
 def _of_a_diverged_run(directory: Path, number: int) -> Tree:
     return {
         "diverged_in_round": number,
-        "data_sha256": json.loads((directory / "checkpoint" / "data.json").read_text(encoding="utf-8"))[
-            "sha256"
-        ],
+        "data_sha256": read_json(directory / "checkpoint" / "data.json")["sha256"],
         "config_sha256": tree_digest(read_yaml(directory / "config.yaml")),
     }
 
@@ -143,24 +141,24 @@ def check_maker(path: Path, dataset: str) -> None:
 
 def _asked(argv: Sequence[str]) -> tuple[Row, int, list[str]]:
     """The row, the seed and the words for training among a command's words."""
-    own = {"row": "", "seed": "0"}
+    read = {"row": "", "seed": "0"}
     rest: list[str] = []
     words = iter(argv)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and key in own:
-            own[key] = value if equals else next(words, "")
+        if word.startswith("--") and key in read:
+            read[key] = value if equals else next(words, "")
         elif word.startswith(("--runtime.", "--data_path")):
             rest += [word] if equals else [word, next(words, "")]
         else:
             raise ValueError(
                 f"{word} would change the row: only --row, --seed, --data_path and --runtime.* can be given"
             )
-    if not own["row"]:
+    if not read["row"]:
         raise ValueError(f"give --row, one of {', '.join(names())}")
-    if not (own["seed"].isascii() and own["seed"].isdigit()):
-        raise ValueError(f"--seed is {own['seed']!r}: give a whole number from 0 on")
-    return read_row(own["row"]), int(own["seed"]), rest
+    if not (read["seed"].isascii() and read["seed"].isdigit()):
+        raise ValueError(f"--seed is {read['seed']!r}: give a whole number from 0 on")
+    return read_row(read["row"]), int(read["seed"]), rest
 
 
 if __name__ == "__main__":

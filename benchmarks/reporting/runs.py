@@ -94,7 +94,7 @@ class RunRecord:
     def experiment(self) -> ExperimentKey:
         """What all seeds of one experiment have in common, and no other run: config, data and weights.
 
-        Of a run that has not ended, the weights are those that its config takes today.
+        For a run that has not ended, the weights are those that its config takes today.
         """
         if self.results is None:
             weights = _weights_of(self.config)

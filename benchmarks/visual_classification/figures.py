@@ -89,7 +89,7 @@ def _emd(row: Row) -> float | None:
 def accuracy_against_emd(rows: Sequence[Row]) -> Figure:
     """The best accuracy over the rounds, relative to centralised training; seeds as points, means joined.
 
-    Of runs of one method that differ in their constants, the best, as in the paper's Figure 4.
+    If runs of one method differ in their constants, the best is drawn, as in the paper's Figure 4.
     """
     styles = _styles([row.name for row in rows])
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")

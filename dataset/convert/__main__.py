@@ -63,8 +63,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a text file with the class names, a line each, in the order of their numbers",
     )
-    own = "given: the source's own splits stay (the default where it has any); deal: dealt by --split_by"
-    add("--splits", choices=("given", "deal"), help=own)
+    splits_help = (
+        "given: the source's own splits stay (the default where it has any); deal: dealt by --split_by"
+    )
+    add("--splits", choices=("given", "deal"), help=splits_help)
     by = "users: a split has whole users; images: each user keeps some of its images for val and test"
     add("--split_by", choices=("users", "images"), help=f"{by} (users)")
     for name in OTHERS:
@@ -109,9 +111,8 @@ def _folder(arguments: argparse.Namespace) -> Found:
         return folder.walked(images, names)
     table = input_file("--labels", arguments.labels)
     header = header_of(table)
-    several = arguments.label_column is None and "labels" in header and "label" not in header
-    if arguments.several:
-        several = True
+    by_header = arguments.label_column is None and "labels" in header and "label" not in header
+    several = arguments.several or by_header
     plural = "labels" if several else "label"
     fine = f"fine_{plural}"
     columns = folder.Columns(
@@ -164,12 +165,12 @@ def _hf(arguments: argparse.Namespace) -> Found:
     Without --client_column one user owns each split, and clients are dealt afterwards.
     """
     columns = hf.Columns(
-        arguments.client_column or "",
+        arguments.client_column,
         arguments.image_column,
         arguments.label_column,
-        arguments.fine_column or "",
-        arguments.split_column or "",
-        arguments.id_column or "",
+        arguments.fine_column,
+        arguments.split_column,
+        arguments.id_column,
     )
     return hf.read(arguments.source, columns, _classes(arguments))
 
@@ -177,12 +178,12 @@ def _hf(arguments: argparse.Namespace) -> Found:
 def _add_hf(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", type=Path, required=True, help="a folder, or a .parquet or .arrow file")
-    add("--client_column", help="the client of each image: text, or whole numbers")
+    add("--client_column", default="", help="the client of each image: text, or whole numbers")
     add("--image_column", default="image", help="the images' bytes (image)")
     add("--label_column", default="label", help="a class, its name or its number, or a list of them (label)")
-    add("--fine_column", help="the same of finer labels")
-    add("--split_column", help="train, val, validation or test, in the place of the files' names")
-    add("--id_column", help="an id for each image, in the place of its file and row")
+    add("--fine_column", default="", help="the same of finer labels")
+    add("--split_column", default="", help="train, val, validation or test, in the place of the files' names")
+    add("--id_column", default="", help="an id for each image, in the place of its file and row")
 
 
 def _leaf(arguments: argparse.Namespace) -> Found:
@@ -225,11 +226,11 @@ def _flamby(arguments: argparse.Namespace) -> Found:
     Its columns are image, target, center, fold; the centres are the clients.
     """
     table = input_file("--labels", arguments.labels)
-    given = _classes(arguments)
-    if given is None and set(ISIC) <= set(header_of(table)):
-        given = list(ISIC)
+    class_names = _classes(arguments)
+    if class_names is None and set(ISIC) <= set(header_of(table)):
+        class_names = list(ISIC)
     columns = folder.Columns("image", "center", "target", "fold")
-    names = {"labels": Names(given, numbered=True)}
+    names = {"labels": Names(class_names, numbered=True)}
     return folder.listed(
         Folder("--images", arguments.images), [(table, None)], columns, names, arguments.suffix
     )
@@ -299,15 +300,15 @@ def _storage(arguments: argparse.Namespace, side: int | None) -> tuple[str, int 
     Raises:
         ValueError: for options that contradict one another, or the source.
     """
-    given = "image_size" in arguments  # its value may be None: own
+    has_size = "image_size" in arguments  # its value may be None: own
     if side is not None:
         if arguments.storage == "jpeg":
             raise ValueError("--storage jpeg is for image files, but this source has arrays: leave it out")
-        return "raw", arguments.image_size if given else (side or None)
+        return "raw", arguments.image_size if has_size else (side or None)
     storage = arguments.storage or "jpeg"
-    if storage == "jpeg" and given:
+    if storage == "jpeg" and has_size:
         raise ValueError("--image_size needs --storage raw: add --storage raw, or leave it out")
-    return storage, arguments.image_size if given else SIDE
+    return storage, arguments.image_size if has_size else SIDE
 
 
 def main(argv: Sequence[str]) -> None:

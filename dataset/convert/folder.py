@@ -79,7 +79,7 @@ def listed(
             labels = [label, rest[columns.fine]] if columns.fine else [label]
             if in_split_folder and stated and (folder.root / stated / folder.named(path, where)).exists():
                 path = f"{stated}/{path}"
-            values = [_separated(one, columns.separator) for one in labels]
+            values = [_separated(label, columns.separator) for label in labels]
             rows.put(where, client, path + suffix, split, values)
             numbers.append(line)
         parts.append(rows.part(str(table), _Lines(str(table), numbers)))
@@ -135,12 +135,10 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
     rows, empty = FileRows(folder, kinds, names), []
     classes = [path for top in tops for path in _inside(folder, top)] if called else tops
     classes = [path for path in classes if _is_folder(folder, path) and any(_inside(folder, path))]
-    if classes and all(_holds_images_alone(folder, path) for path in classes):
-        for path in classes:
-            _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
-        part = rows.part(str(folder.root), lambda row: str(folder.root))
-        return Found([part], kinds, names, rows.num_bytes, clients=False)
-    for top in tops:
+    no_clients = bool(classes) and all(_holds_images_alone(folder, path) for path in classes)
+    for path in classes if no_clients else ():
+        _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
+    for top in () if no_clients else tops:
         split = SPLIT_NAMES[top.name] if called else None
         clients = [p for p in _inside(folder, top) if _is_folder(folder, p)] if called else [top]
         if called:
@@ -151,17 +149,14 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
             if not _walk_client(folder, client, split, rows):
                 empty.append(str(client))
     part = rows.part(str(folder.root), lambda row: str(folder.root))
-    return Found([part], kinds, names, rows.num_bytes, empty_users=empty)
+    return Found([part], kinds, names, rows.num_bytes, empty_users=empty, clients=not no_clients)
 
 
 def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows: FileRows) -> int:
     """Add the images of a client, and return their number."""
-    count = 0
     _refuse_images(folder, client)
-    for label in _inside(folder, client):
-        if _is_folder(folder, label):
-            count += _walk_class(folder, label, client.name, split, rows)
-    return count
+    labels = [path for path in _inside(folder, client) if _is_folder(folder, path)]
+    return sum(_walk_class(folder, label, client.name, split, rows) for label in labels)
 
 
 def _walk_class(folder: Folder, label: PurePosixPath, client: str, split: str | None, rows: FileRows) -> int:
@@ -209,7 +204,7 @@ def _refuse_images(folder: Folder, path: PurePosixPath) -> None:
             )
 
 
-def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
+def fedscale(folder: Folder, place: Path, class_names: Sequence[str] | None) -> Found:
     """FedScale's ``client_data_mapping``: ``train.csv``, ``val.csv``, ``test.csv``, or one CSV.
 
     The columns are the client, the path, the class name and the class number, under any names. The last
@@ -218,7 +213,7 @@ def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
     Args:
         folder: the images' folder; images may be in a subfolder named after their split.
         place: the folder of the CSVs, or one CSV.
-        given: the class names by number; None: the names beside the numbers, if each number has one.
+        class_names: the class names by number; None: the names beside the numbers, if each number has one.
 
     Raises:
         ValueError: one line that names file and line.
@@ -237,9 +232,9 @@ def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
                 "same columns, at least a client, a path and a label"
             )
     client, column, *between, label = headers[0]
-    if given is None and between:
-        given = _named_numbers([table for table, _ in tables], between[0], label)
-    names = {TAXONOMIES[0]: Names(given, numbered=True)}
+    if class_names is None and between:
+        class_names = _named_numbers([table for table, _ in tables], between[0], label)
+    names = {TAXONOMIES[0]: Names(class_names, numbered=True)}
     return listed(folder, tables, Columns(column, client, label), names, in_split_folder=True)
 
 

@@ -80,7 +80,7 @@ def _arrow_batches(path: Path, columns: list[str], start: int) -> Iterator[Any]:
                 start = max(0, start - len(batch))
 
 
-def files_of(place: Path, by_name: bool = True) -> list[_File]:
+def files_of(place: Path, by_name: bool) -> list[_File]:
     """The files of a data set, with the splits from their names or folders.
 
     Args:
@@ -175,13 +175,13 @@ def _class_names(schema: pa.Schema, column: str) -> list[str] | None:
     return [unicodedata.normalize("NFC", str(name)) for name in names]
 
 
-def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
+def read(place: Path, columns: Columns, class_names: Sequence[str] | None) -> Found:
     """Read the files of a data set.
 
     Args:
         place: a folder, or a file.
         columns: the data set's columns.
-        given: the class names of the label, in the order of their numbers; None: those in the files.
+        class_names: the class names of the label, in the order of their numbers; None: those in the files.
 
     Raises:
         ValueError: one line that names file and row.
@@ -191,7 +191,7 @@ def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
     names: dict[str, Names] = {}
     owns: list[list[Names | None]] = [[] for _ in files]
     for annotation, column in zip(TAXONOMIES, columns.labels):
-        by = given if column == columns.label else None
+        by = class_names if column == columns.label else None
         forms = [_form_of(file, column, by) for file in files]
         for file, form in zip(files, forms):
             if (form.several, form.numbers) != (forms[0].several, forms[0].numbers):
@@ -211,9 +211,9 @@ def read(place: Path, columns: Columns, given: Sequence[str] | None) -> Found:
         known = [*dict.fromkeys(name for form in forms for name in form.names)]
         whole = by if by is not None else known or None
         names[annotation] = Names(whole, numbered=forms[0].numbers)
-        for own, form in zip(owns, forms):
-            own.append(Names(form.names, numbered=True) if form.names else None)
-    parts = [_part(file, columns, kinds, names, own) for file, own in zip(files, owns)]
+        for names_of_file, form in zip(owns, forms):
+            names_of_file.append(Names(form.names, numbered=True) if form.names else None)
+    parts = [_part(file, columns, kinds, names, names_of_file) for file, names_of_file in zip(files, owns)]
     named = [] if columns.split else [(file.path, file.split) for file in files]
     size = sum(file.path.stat().st_size for file in files)
     return Found(parts, kinds, names, size, clients=bool(columns.client), files=named)
@@ -236,7 +236,7 @@ class _Form:
         return f"lists of {what}" if self.several else what
 
 
-def _form_of(file: _File, column: str, given: Sequence[str] | None) -> _Form:
+def _form_of(file: _File, column: str, class_names: Sequence[str] | None) -> _Form:
     """The form of a column. Numbers are those of the given names unless these hold all of the file's own."""
     schema = file.schema()
     if column not in schema.names:
@@ -246,10 +246,10 @@ def _form_of(file: _File, column: str, given: Sequence[str] | None) -> _Form:
     several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not pa.types.is_integer(kind.value_type if several else kind):
         return _Form(several, False, ())
-    own = _class_names(schema, column) or ()
-    renamed = given is not None and not set(own) <= set(given)
-    names = given if given is not None and (renamed or not own) else own
-    return _Form(several, not names, names, renamed if own else None)
+    in_file = _class_names(schema, column) or ()
+    renamed = class_names is not None and not set(in_file) <= set(class_names)
+    names = class_names if class_names is not None and (renamed or not in_file) else in_file
+    return _Form(several, not names, names, renamed if in_file else None)
 
 
 def _part(
@@ -257,7 +257,7 @@ def _part(
     columns: Columns,
     kinds: Mapping[str, Kind],
     names: Mapping[str, Names],
-    own: Sequence[Names | None],
+    by_number: Sequence[Names | None],
 ) -> Part:
     """The records of one file, whose class numbers have names of its own, or those of all files."""
     rows = Rows(kinds, names)
@@ -273,7 +273,9 @@ def _part(
             image = f"{file.name}/{number}"
             if columns.image_id:
                 image = _id(lists[columns.image_id][row], "image id", where)
-            labels = [_labels(lists[name][row], name, where, by) for name, by in zip(columns.labels, own)]
+            labels = [
+                _labels(lists[name][row], name, where, by) for name, by in zip(columns.labels, by_number)
+            ]
             rows.add(where, client, image, split, labels)
             number += 1
     name = str(file.path)
@@ -296,15 +298,15 @@ def _id(value: object, what: str, where: str) -> str:
     return checked_text(value, what, where)
 
 
-def _labels(value: Any, column: str, where: str, own: Names | None) -> Any:
+def _labels(value: Any, column: str, where: str, by_number: Names | None) -> Any:
     """A label, or a list of labels; by its name, where the file names its numbers."""
     if value is None or (isinstance(value, list) and None in value):
         raise ValueError(f"{where} has no value in the column {column!r}: fill it in, or remove the row")
     if not isinstance(value, list):
-        return own.name(value, where) if own else value
-    if len(set(map(str, value))) < len(value) and all(one in (0, 1) for one in value):
+        return by_number.name(value, where) if by_number else value
+    if len(set(map(str, value))) < len(value) and all(number in (0, 1) for number in value):
         raise ValueError(
             f"{where} has the same number twice in the column {column!r}, {shown(value)}: list each "
             "class of an image once (for a vector of 0 and 1, list the positions of its ones)"
         )
-    return [own.name(one, where) for one in value] if own else value
+    return [by_number.name(number, where) for number in value] if by_number else value

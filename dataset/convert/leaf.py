@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from dataset.convert.files import FileRows, Folder
 from dataset.convert.json_stream import members
-from dataset.convert.pixels import Scale, array_of, common_side, shape_of
+from dataset.convert.pixels import Scale, array_of, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown, split_by_names
 from dataset.fetch.source import Image
@@ -54,19 +54,19 @@ def json_files(source: Path) -> list[tuple[Path, str | None]]:
     return [*zip(paths, split_by_names(source, paths))]
 
 
-def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
+def read(source: Path, images: Folder | None, class_names: list[str] | None) -> Found:
     """Read LEAF's files.
 
     Args:
         source: a folder with ``train/`` and ``test/``, a folder with files, or a file.
         images: the folder of the images that the files name; None if the files hold pixels.
-        given: the class names by number.
+        class_names: the class names by number.
 
     Raises:
         ValueError: one line that names file, user and sample.
     """
-    names = {"labels": Names(given, numbered=True)}
-    scale, shapes = Scale(), set[tuple[int, int, int]]()
+    names = {"labels": Names(class_names, numbered=True)}
+    scale = Scale()
     parts: list[Part] = []
     empty: list[str] = []
     seen: set[tuple[str | None, str]] = set()
@@ -76,7 +76,7 @@ def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
     with tqdm(total=total, desc="0/2 list", unit="B", unit_scale=True, mininterval=0.5) as bar:
         for path, split in files:
             rows = Rows(KINDS, names) if images is None else FileRows(images, KINDS, names)
-            reading = _Reading(path, split, rows, scale, shapes)
+            reading = _Reading(path, split, rows, scale)
             for user, count in reading.users():
                 if (split, user) in seen:
                     raise ValueError(
@@ -88,9 +88,7 @@ def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
             bar.update(path.stat().st_size)
             size += path.stat().st_size if images is None else rows.num_bytes  # type: ignore[attr-defined]
             parts.append(reading.part())
-    if shapes:
-        scale.check(source)
-    side = common_side(shapes) if images is None else None
+    side = scale.side(source) if images is None else None
     return Found(parts, KINDS, names, size, side, empty, files=files)
 
 
@@ -102,7 +100,6 @@ class _Reading:
     split: str | None
     rows: Rows
     scale: Scale
-    shapes: set[tuple[int, int, int]]
 
     def users(self) -> Iterator[tuple[str, int]]:
         """Add the samples of each listed user; yields each user and its number of samples.
@@ -110,14 +107,13 @@ class _Reading:
         A user of ``user_data`` that ``users`` does not list must have no sample: LEAF's own split leaves such
         users behind.
         """
-        listed: dict[str, int] | None = None
         counts: dict[str, int] = {}
         top: dict[str, Any] = {}
         for inside, name, value in members(self.path, DATA):
             if inside is None:
                 top[name] = value
-                continue
-            counts[name] = self._put(name, value)
+            else:
+                counts[name] = self._put(name, value)
         listed = self._listed(top)
         for user, count in counts.items():
             if user in listed and listed[user] != count:
@@ -166,7 +162,7 @@ class _Reading:
                     "with --images"
                 )
             array = array_of(image, where)
-            self.shapes.add(shape_of(array.shape, where))
+            self.scale.shape_of(array.shape, where)
             self.scale.note(array, where)
             stem = f"{self.split}/{user}" if self.split else user
             self.rows.add(where, user, f"{stem}/{number}", self.split, [label])

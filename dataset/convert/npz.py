@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 from numpy.lib import format as npy
 
-from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.pixels import Scale
 from dataset.convert.source import NO_CLIENT, Found, Part, Rows
 from dataset.convert.text import MAX_CLASSES, Names
 from dataset.fetch import source as batches
@@ -64,13 +64,13 @@ class Array:
 
     def blocks(self, start: int = 0) -> Iterator[npt.NDArray[Any]]:
         """The array from a row on, in blocks of rows."""
-        one = self.dtype.itemsize * math.prod(self.shape[1:])
+        row_size = self.dtype.itemsize * math.prod(self.shape[1:])
         with _members(self.path) as archive, archive.open(f"{self.name}.npy") as file:
             _header(file, self.where)
             for first in range(0, self.shape[0], batches.BATCH):
                 rows = min(batches.BATCH, self.shape[0] - first)
-                content = file.read(rows * one)
-                if len(content) < rows * one:
+                content = file.read(rows * row_size)
+                if len(content) < rows * row_size:
                     raise ValueError(f"{self.where} is damaged: it ends before its last row")
                 if first + rows > start:
                     block = np.frombuffer(content, self.dtype).reshape(rows, *self.shape[1:])
@@ -209,13 +209,13 @@ def _check(split: Split, first: Split) -> None:
             )
 
 
-def read(path: Path, given: list[str] | None) -> Found:
+def read(path: Path, class_names: list[str] | None) -> Found:
     """Read a ``.npz`` file.
 
     Args:
         path: the file. Labels are class numbers, ``[n]`` or ``[n, 1]``, or ``[n, K]`` of 0 and 1 for several
             labels of an image; clients are ``[n]`` whole numbers or text.
-        given: the class names by number.
+        class_names: the class names by number.
 
     Raises:
         ValueError: one line that names file and array.
@@ -224,35 +224,31 @@ def read(path: Path, given: list[str] | None) -> Found:
     columns = splits[0].columns
     kind: Kind = "class" if columns == 1 else "label set"
     if kind == "label set":
-        given = [str(number) for number in range(columns)] if given is None else given
-        if len(given) != columns:
+        class_names = [str(number) for number in range(columns)] if class_names is None else class_names
+        if len(class_names) != columns:
             where = splits[0].arrays["labels"].where
             raise ValueError(
-                f"--classes has {len(given)} names, but {where} has {columns} columns: give one name "
+                f"--classes has {len(class_names)} names, but {where} has {columns} columns: give one name "
                 "for each column"
             )
-    names, scale = {"labels": Names(given, numbered=True)}, Scale()
-    parts, shapes, size = [], set[tuple[int, int, int]](), 0
+    names, scale = {"labels": Names(class_names, numbered=True)}, Scale()
+    parts, size = [], 0
     for split in splits:
         images = split.arrays["images"]
-        shape = shape_of(images.shape[1:], images.where)
-        shapes.add(shape)
+        shape = scale.shape_of(images.shape[1:], images.where)
         size += images.shape[0] * shape[0] * shape[1] * 3
         for block in images.blocks():
             scale.note(block, images.where)
             if images.dtype == np.uint8 and block.max() > 1:
                 break  # these are levels, and none is out of range
         parts.append(_part(split, _rows(split, {"labels": kind}, names), scale, shape))
-    if size:
-        scale.check(path)
+    side = scale.side(path)
     if kind == "label set" and _one_each(parts):
         raise ValueError(
             f"{splits[0].arrays['labels'].where}: each image has exactly one label, given as columns of "
             "0 and 1: save class numbers instead, by numpy.argmax(labels, axis=1)"
         )
-    return Found(
-        parts, {"labels": kind}, names, size, common_side(shapes), clients="clients" in splits[0].arrays
-    )
+    return Found(parts, {"labels": kind}, names, size, side, clients="clients" in splits[0].arrays)
 
 
 def _rows(split: Split, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -> Rows:

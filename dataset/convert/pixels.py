@@ -57,11 +57,21 @@ def array_of(value: Any, where: str) -> npt.NDArray[Any]:
 
 
 class Scale:
-    """Whether a source's numbers are levels to 255, or shares to 1; found out image by image."""
+    """Whether a source's numbers are levels to 255, or shares to 1, and how large its images are.
+
+    Both are found out image by image.
+    """
 
     def __init__(self) -> None:
-        self.unit = False
+        self.unit = self._has_images = False
         self._above_one = self._shares = ""
+        self._sizes: set[tuple[int, int]] = set()
+
+    def shape_of(self, shape: tuple[int, ...], where: str) -> tuple[int, int, int]:
+        """`shape_of`, and note the size."""
+        found = shape_of(shape, where)
+        self._sizes.add(found[:2])
+        return found
 
     def note(self, array: npt.NDArray[Any], where: str) -> None:
         """Take note of an image, or of several.
@@ -69,6 +79,7 @@ class Scale:
         Raises:
             ValueError: that says where, for a number out of range.
         """
+        self._has_images = True
         low, high = array.min(), array.max()
         unit = array.dtype.kind == "f"
         if not (low >= 0 and high <= (1 if unit else 255)):
@@ -87,23 +98,22 @@ class Scale:
                 "1: save all images in one of these two forms"
             )
 
-    def check(self, source: Path) -> None:
-        """Raise ValueError where all images were black as levels: whole numbers, none of them above 1."""
-        if not self.unit and not self._above_one:
+    def side(self, source: Path) -> int:
+        """The side of images that all are squares of one size; 0 for others.
+
+        Raises:
+            ValueError: where all images were black as levels: whole numbers, none of them above 1.
+        """
+        if self._has_images and not self.unit and not self._above_one:
             raise ValueError(
                 f"{source} has only the whole numbers 0 and 1, so all images would be black: save them "
                 "as 0.0 and 1.0, or as 0 and 255"
             )
+        height, width = next(iter(self._sizes), (0, 0))
+        return height if len(self._sizes) == 1 and height == width else 0
 
     def pixels(self, array: npt.NDArray[Any], shape: tuple[int, int, int]) -> Pixels:
         """``[H, W, 3]`` uint8."""
         levels = np.rint(np.asarray(array, np.float64) * 255) if self.unit else array
         image = np.asarray(levels).astype(np.uint8).reshape(shape)
         return np.ascontiguousarray(np.broadcast_to(image, (*shape[:2], 3)))
-
-
-def common_side(shapes: set[tuple[int, int, int]]) -> int:
-    """The side of images that all are squares of one size; 0 for others."""
-    sizes = {shape[:2] for shape in shapes}
-    height, width = next(iter(sizes), (0, 0))
-    return height if len(sizes) == 1 and height == width else 0

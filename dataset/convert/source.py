@@ -148,7 +148,7 @@ class ConvertedSource(Source):
             yield batch
 
 
-def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> ConvertedSource:
+def assembled(found: Found, dealing: Dealing, provenance: Mapping[str, Any]) -> ConvertedSource:
     """The source for a reader's result, with its images dealt to splits.
 
     Raises:
@@ -159,7 +159,7 @@ def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> Conv
         raise ValueError(f"{provenance['source']} has no image")
     table = pa.concat_tables(part.table for part in parts)
     _refuse_twice(parts, table["image_id"])
-    ids = deal(table["user_id"], table["image_id"], table["partition"], how)
+    ids = deal(table["user_id"], table["image_id"], table["partition"], dealing)
     for name in ID_COLUMNS:
         table = table.set_column(table.schema.get_field_index(name), name, ids[name])
     digest = digest_of(table.combine_chunks())
@@ -175,8 +175,8 @@ def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> Conv
         image_bytes=found.image_bytes,
         provenance={
             **provenance,
-            **how.provenance(),
-            FOUND_CLASSES: [name for name, names in found.names.items() if names.given is None],
+            **dealing.provenance(),
+            FOUND_CLASSES: [name for name, names in found.names.items() if names.class_names is None],
             "records_sha256": digest,
         },
     )

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataset.arrays import IntArray
 from dataset.store.index import SPLITS, in_another_split
 
 OTHERS = ("val", "test")
@@ -57,14 +56,16 @@ class Dealing:
         return {"splits": "the source's" if self.keep else "dealt", "shares": dict(self.shares), **dealt}
 
 
-def deal(users: pa.ChunkedArray, images: pa.ChunkedArray, splits: pa.ChunkedArray, how: Dealing) -> pa.Table:
+def deal(
+    users: pa.ChunkedArray, images: pa.ChunkedArray, splits: pa.ChunkedArray, dealing: Dealing
+) -> pa.Table:
     """The user, image and split of each record, with the columns ``user_id``, ``image_id``, ``partition``.
 
     Args:
         users: the users of the R records, as text.
         images: their image ids, as text, each once.
         splits: the source's splits; null if it has none.
-        how: how they are dealt.
+        dealing: how they are dealt.
 
     Raises:
         ValueError: when there are too few users for the shares, or a user's new name is another user's.
@@ -74,19 +75,20 @@ def deal(users: pa.ChunkedArray, images: pa.ChunkedArray, splits: pa.ChunkedArra
         owners = owners.chunk(0)
     names, owner = owners.dictionary.to_pylist(), owners.indices.to_numpy()
     number = np.zeros(len(users), np.int8)
-    if how.keep:
+    if dealing.keep:
         for position, name in enumerate(SPLITS):
             number[pc.fill_null(pc.equal(splits, name), False).to_numpy(zero_copy_only=False)] = position
         for name in OTHERS:
-            if how.shares[name] and (number == SPLITS.index(name)).any():
+            if dealing.shares[name] and (number == SPLITS.index(name)).any():
                 raise ValueError(
                     f"--{name}_share has no effect, because the source already has the split {name}: "
                     "leave it out"
                 )
     free = np.flatnonzero(number == 0)
-    if any(how.shares.values()):
-        dealt = _by_users if how.by == "users" else _by_images
-        number[free] = dealt(names, owner[free], images, free, how)
+    if any(dealing.shares.values()) and dealing.by == "users":
+        number[free] = _by_users(names, owner[free], dealing)
+    elif any(dealing.shares.values()):
+        number[free] = _by_images(names, owner[free], images.take(pa.array(free)).to_pylist(), dealing)
     if not (number == 0).any():
         raise ValueError(
             "there is no image for training: name a split of the source train, or split all images "
@@ -128,57 +130,48 @@ def _order(seed: int, *words: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _by_users(
-    names: list[str],
-    owner: npt.NDArray[np.int32],
-    images: pa.ChunkedArray,
-    rows: IntArray,
-    how: Dealing,
-) -> npt.NDArray[np.int8]:
+def _by_users(names: list[str], owner: npt.NDArray[np.int32], dealing: Dealing) -> npt.NDArray[np.int8]:
     """The split of each record, by whole users. Their numbers follow the shares, rounded, at least one."""
-    here = sorted(set(owner.tolist()), key=lambda user: (_order(how.seed, "users", names[user]), names[user]))
+    here = sorted(
+        set(owner.tolist()), key=lambda user: (_order(dealing.seed, "users", names[user]), names[user])
+    )
     split_of = np.zeros(len(names), np.int8)
     done = 0
     for name in OTHERS:
-        share = how.shares[name]
+        share = dealing.shares[name]
         count = max(1, math.floor(share * len(here) + 0.5)) if share else 0
         split_of[here[done : done + count]] = SPLITS.index(name)
         done += count
     if done >= len(here):
         raise ValueError(
-            f"{len(here)} users are not enough for {1 + sum(map(bool, how.shares.values()))} splits: "
+            f"{len(here)} users are not enough for {1 + sum(map(bool, dealing.shares.values()))} splits: "
             "give --split_by images, or set a share to 0"
         )
     return split_of[owner]
 
 
 def _by_images(
-    names: list[str],
-    owner: npt.NDArray[np.int32],
-    images: pa.ChunkedArray,
-    rows: IntArray,
-    how: Dealing,
+    names: list[str], owner: npt.NDArray[np.int32], images: list[str], dealing: Dealing
 ) -> npt.NDArray[np.int8]:
     """The split of each record, within its user.
 
     A share of n images is ``floor(share n + u)`` images, with u drawn for the user in [0, 1), so that small
     users give their share on average. At least one image stays in train.
     """
-    ids = images.take(pa.array(rows)).to_pylist()
-    keys = np.array([_order(how.seed, "images", image) for image in ids], np.uint64)
+    keys = np.array([_order(dealing.seed, "images", image) for image in images], np.uint64)
     order = np.lexsort((keys, owner))
     counts = np.bincount(owner, minlength=len(names))
-    split = np.zeros(len(rows), np.int8)
+    split = np.zeros(len(images), np.int8)
     start = 0
     for user, count in enumerate(counts.tolist()):
         mine, left = order[start : start + count], count - 1
         for name in reversed(OTHERS):
-            drawn = _order(how.seed, name, names[user]) / 2**64
-            take = max(min(math.floor(how.shares[name] * count + drawn), left), 0)
+            drawn = _order(dealing.seed, name, names[user]) / 2**64
+            take = max(min(math.floor(dealing.shares[name] * count + drawn), left), 0)
             split[mine[left - take + 1 : left + 1]] = SPLITS.index(name)
             left -= take
         start += count
     for name in OTHERS:
-        if how.shares[name] and not (split == SPLITS.index(name)).any():
+        if dealing.shares[name] and not (split == SPLITS.index(name)).any():
             raise ValueError(f"no user has enough images to give one to {name}: give a larger --{name}_share")
     return split

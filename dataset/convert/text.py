@@ -109,8 +109,8 @@ def say_splits(root: Path, files: Sequence[tuple[Path, str | None]]) -> None:
     of: dict[str | None, list[Path]] = {}
     for path, split in files:
         of.setdefault(split, []).append(path.relative_to(root))
-    more = {split: f" and {len(own) - 1:,} more" if len(own) > 1 else "" for split, own in of.items()}
-    parts = "; ".join(f"{split} is {own[0]}{more[split]}" for split, own in of.items())
+    more = {split: f" and {len(paths) - 1:,} more" if len(paths) > 1 else "" for split, paths in of.items()}
+    parts = "; ".join(f"{split} is {paths[0]}{more[split]}" for split, paths in of.items())
     said = "no file name has a split, so images are divided at random" if None in of else parts
     print(f"splits by file names: {said}", file=sys.stderr)
 
@@ -119,20 +119,20 @@ class Names:
     """The class names of one annotation.
 
     Args:
-        given: all names in the order of their numbers, if they are known beforehand.
-        numbered: whether the source has class numbers. Without ``given`` the names are then ``0``, ``1``, ...
-            up to the highest number that occurs.
+        class_names: all names in the order of their numbers, if they are known beforehand.
+        numbered: whether the source has class numbers. Without ``class_names`` the names are then ``0``,
+            ``1``, ... up to the highest number that occurs.
 
     Raises:
-        ValueError: for given names of which two are one in Unicode's NFC.
+        ValueError: for class names of which two are one in Unicode's NFC.
     """
 
-    def __init__(self, given: Sequence[str] | None = None, numbered: bool = False) -> None:
-        self.given = given and [unicodedata.normalize("NFC", name) for name in given]
+    def __init__(self, class_names: Sequence[str] | None = None, numbered: bool = False) -> None:
+        self.class_names = class_names and [unicodedata.normalize("NFC", name) for name in class_names]
         self.numbered = numbered
-        self._known = frozenset(self.given or ())
-        if self.given and len(self._known) < len(self.given):
-            name = next(name for name, count in Counter(self.given).items() if count > 1)
+        self._known = frozenset(self.class_names or ())
+        if self.class_names and len(self._known) < len(self.class_names):
+            name = next(name for name, count in Counter(self.class_names).items() if count > 1)
             raise ValueError(
                 f"two classes have the same name {shown(name)} (perhaps with accents that are encoded "
                 "in two ways): give different names with --classes"
@@ -155,7 +155,7 @@ class Names:
         if self.numbered:
             return self._of_number(label, where)
         text = checked_text(label, "label", where)
-        if self.given is not None and text not in self._known:
+        if self.class_names is not None and text not in self._known:
             raise ValueError(f"{where} has the label {shown(label)}, which is not one of the classes")
         if len(self._seen) >= MAX_CLASSES:
             raise ValueError(
@@ -172,18 +172,18 @@ class Names:
             number = int(number)
         if not isinstance(number, int) or isinstance(number, bool):
             raise ValueError(f"{where} has the label {shown(label)}, which is not a class number")
-        most = MAX_CLASSES if self.given is None else len(self.given)
+        most = MAX_CLASSES if self.class_names is None else len(self.class_names)
         if not 0 <= number < most:
             raise ValueError(
                 f"{where} has the label {number}, which is out of range: class numbers go from 0 to "
                 f"{most - 1}"
             )
-        return str(number) if self.given is None else self.given[number]
+        return str(number) if self.class_names is None else self.class_names[number]
 
     def vocabulary(self) -> list[str]:
         """The names in the order of their numbers. Names that are numbers are sorted by value."""
-        if self.given is not None:
-            return list(self.given)
+        if self.class_names is not None:
+            return list(self.class_names)
         names = set(self._seen.values())
         if self.numbered:
             return [str(number) for number in range(1 + max(map(int, names), default=-1))]

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.pixels import Scale, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown, split_by_names
 from dataset.convert.tff_sqlite import LABELS, PIXELS, is_sqlite
@@ -47,19 +47,19 @@ def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
     return [*zip(paths, splits)]
 
 
-def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Found:
+def read(source: Path, class_names: list[str] | None, prefix: str | None = None) -> Found:
     """Read TensorFlow Federated's files.
 
     Args:
         source: a folder with ``*_train.h5`` and ``*_test.h5``, or a file; or a file of SQLite.
-        given: the class names of ``label`` by number.
+        class_names: the class names of ``label`` by number.
         prefix: of the names of SQLite's splits; see `dataset.convert.tff_sqlite`.
 
     Raises:
         ValueError: one line that names file, client and data set.
     """
     if is_sqlite(source):
-        return read_sqlite(source, given, prefix)
+        return read_sqlite(source, class_names, prefix)
     if prefix is not None and source.exists():
         raise ValueError(
             f"--prefix can be used only with SQLite files, but {source} is not one: leave it out"
@@ -70,9 +70,8 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
     coarse = all(_has_coarse(path) for path, _ in files)
     chosen = list(LABELS)[: 2 if coarse else 1]
     kinds: Mapping[str, Kind] = {LABELS[leaf]: "class" for leaf in chosen}
-    names = {name: Names(given if name == "labels" else None, numbered=True) for name in kinds}
-    scale, shapes = Scale(), set[tuple[int, int, int]]()
-    parts, empty, size = [], [], 0
+    names = {name: Names(class_names if name == "labels" else None, numbered=True) for name in kinds}
+    scale, parts, empty, size = Scale(), [], [], 0
     for path, split in files:
         rows = Rows(kinds, names)
         with opened(path) as file:
@@ -84,8 +83,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
                 images, labels = _of_client(clients, client, chosen, where)
                 empty += [] if len(images) else [client]
                 if len(images):
-                    shape = shape_of(images.shape[1:], where)
-                    shapes.add(shape)
+                    shape = scale.shape_of(images.shape[1:], where)
                 for number in range(len(images)):
                     stem = f"{split}/{client}" if split else client
                     values = [int(column[number]) for column in labels]
@@ -94,9 +92,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None = None) -> Fo
                     scale.note(block, where)
                     size += len(block) * shape[0] * shape[1] * 3
         parts.append(_part(path, rows, scale))
-    if shapes:
-        scale.check(source)
-    return Found(parts, kinds, names, size, common_side(shapes), empty, files=files)
+    return Found(parts, kinds, names, size, scale.side(source), empty, files=files)
 
 
 def _has_coarse(path: Path) -> bool:

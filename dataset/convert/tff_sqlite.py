@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.convert.examples import parse
-from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.pixels import Scale, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown
 from dataset.fetch.source import Image
@@ -56,29 +56,28 @@ def is_sqlite(path: Path) -> bool:
         return file.read(16) == b"SQLite format 3\0"
 
 
-def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
+def read(source: Path, class_names: list[str] | None, prefix: str | None) -> Found:
     """Read one of these files.
 
     Args:
         source: the file.
-        given: the class names of ``label`` by number.
+        class_names: the class names of ``label`` by number.
         prefix: what the names of the splits begin with, such as ``all``, where there are several.
 
     Raises:
         ValueError: one line that names file, client and example.
     """
-    state, scale, shapes, size = state_of(source), Scale(), set[tuple[int, int, int]](), 0
-    parts = []
+    state, scale, size, parts = state_of(source), Scale(), 0, []
     kinds: dict[str, Kind] = {}
     names: dict[str, Names] = {}
     for named, split in _splits(source, prefix).items():
         rows: Rows | None = None
         for where, client, number, features in _examples(source, named):
             if not kinds:
-                kinds, names = _annotations(features, given, where)
+                kinds, names = _annotations(features, class_names, where)
             rows = rows or Rows(kinds, names)
             image = _image(features, where)
-            shapes.add(shape := shape_of(image.shape, where))
+            shape = scale.shape_of(image.shape, where)
             scale.note(image, where)
             size += shape[0] * shape[1] * 3
             rows.add(
@@ -89,9 +88,7 @@ def read(source: Path, given: list[str] | None, prefix: str | None) -> Found:
             parts.append(
                 Part(str(source), key, rows.table(), lambda _: str(source), _images(source, named, scale))
             )
-    if shapes:
-        scale.check(source)
-    return Found(parts, kinds, names, size, common_side(shapes))
+    return Found(parts, kinds, names, size, scale.side(source))
 
 
 def _splits(source: Path, prefix: str | None) -> dict[str, str]:
@@ -112,26 +109,26 @@ def _splits(source: Path, prefix: str | None) -> dict[str, str]:
     if set(sets) == {""}:
         raise ValueError(f"the splits of {source} have no prefix: leave --prefix out")
     if prefix not in sets:
-        given = "" if prefix is None else f", not {prefix}"
+        refused = "" if prefix is None else f", not {prefix}"
         raise ValueError(
-            f"{source} has splits with the prefixes {', '.join(map(shown, sets))}{given}: choose one "
+            f"{source} has splits with the prefixes {', '.join(map(shown, sets))}{refused}: choose one "
             "with --prefix"
         )
     return sets[prefix]
 
 
 def _annotations(
-    features: Features, given: list[str] | None, where: str
+    features: Features, class_names: list[str] | None, where: str
 ) -> tuple[dict[str, Kind], dict[str, Names]]:
     """The annotations that images like this one have, and their classes."""
     if "label" in features:
         found = [name for leaf, name in LABELS.items() if leaf in features]
-        names = {name: Names(given if name == "labels" else None, numbered=True) for name in found}
+        names = {name: Names(class_names if name == "labels" else None, numbered=True) for name in found}
         return dict.fromkeys(found, "class"), names
     attributes = sorted(set(features) - set(PIXELS))
     if not attributes:
         raise ValueError(f"{where} has neither the feature label nor other features that could be attributes")
-    if given is not None:
+    if class_names is not None:
         raise ValueError(
             f"--classes gives names to class numbers, but {where} has attributes that already have "
             "names: leave --classes out"
@@ -144,7 +141,7 @@ def _labels(
 ) -> list[Any]:
     if kinds["labels"] == "class":
         return [_number(features, leaf, where) for leaf, name in LABELS.items() if name in kinds]
-    attributes = names["labels"].given or ()
+    attributes = names["labels"].class_names or ()
     values = {name: _number(features, name, where) for name in attributes}
     if bad := next((name for name, value in values.items() if value not in (0, 1)), None):
         raise ValueError(

@@ -211,10 +211,10 @@ def fitted(
     Raises:
         ValueError: without ``cut``, for a box that is empty or reaches further.
     """
-    left, top, right, bottom = given = np.asarray(corners, np.float32).tolist()  # as they will be stored
+    left, top, right, bottom = stored = np.asarray(corners, np.float32).tolist()  # as they will be stored
     inner = [max(left, 0.0), max(top, 0.0), min(right, float(size[0])), min(bottom, float(size[1]))]
     empty = not (inner[0] < inner[2] and inner[1] < inner[3])
-    beyond = max(abs(a - b) for a, b in zip(given, inner))
+    beyond = max(abs(a - b) for a, b in zip(stored, inner))
     if (empty or beyond >= ROUNDING) and not cut:
         box = ", ".join(f"{value:g}" for value in corners)
         raise ValueError(
@@ -284,7 +284,7 @@ class Finish:
         Raises:
             ValueError: when images have other sizes than their annotations say.
         """
-        if wrong := [one for split in index.splits.values() for one in self._of_other_sizes(split)]:
+        if wrong := [image for split in index.splits.values() for image in self._of_other_sizes(split)]:
             image, (width, height) = wrong[0]
             stated = "{} x {}".format(*self.sizes[image])
             raise ValueError(

@@ -74,7 +74,7 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
 COCO = Layout(("boxes", "mask"), wanted, read)
 
 
-def parse_json(content: bytes, origin: str, form: Form = "boxes") -> Json:
+def parse_json(content: bytes, origin: str, form: Form) -> Json:
     """The object in a JSON text, without unused keys, and with polygons as arrays.
 
     Raises:

@@ -70,24 +70,18 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     arguments = _arguments(argv)
-    output, folder = checked_places(arguments)
+    _, folder = checked_places(arguments)
     if arguments.revision is not None and arguments.source != "hf":
         raise ValueError("--revision can be used only with --source hf: leave it out")
     if arguments.download_folder is not None and arguments.source not in ("hf", "apple"):
         raise ValueError("--download_folder can be used only with --source hf or apple: leave it out")
     if arguments.label_mapping is not None:
         input_file("--label_mapping", arguments.label_mapping)
-    options = Options(
-        output,
-        arguments.storage,
-        arguments.image_size,
-        not arguments.not_group_data_by_user,
-        arguments.verify,
-        arguments.on_bad_image,
-        read_vocabulary(arguments.label_mapping) if arguments.label_mapping else None,
-        arguments.workers,
-        overwrite=arguments.overwrite,
-        tool="dataset.flair.download_preprocess",
+    options = Options.of(
+        arguments,
+        "flair",
+        grouped=not arguments.not_group_data_by_user,
+        vocabulary=read_vocabulary(arguments.label_mapping) if arguments.label_mapping else None,
         transcode=Transcoding(arguments.jpeg_quality, arguments.background, arguments.upright),
     )
     source: Source

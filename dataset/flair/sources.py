@@ -65,7 +65,7 @@ def _text(value: object, name: str) -> str:
 def _texts(value: object, name: str) -> list[str]:
     if not isinstance(value, list):
         raise ValueError(f"the {name} {str(value)[:80]!r}, which is not a list")
-    return [_text(one, name) for one in value]
+    return [_text(item, name) for item in value]
 
 
 def _json_list(path: Path, block: int = 1 << 20) -> Iterator[Any]:

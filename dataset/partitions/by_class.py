@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dataset.arrays import IntArray
-from dataset.partitions.drawn import Drawing, check_parameter, drawn, whole
+from dataset.partitions.drawn import Drawing, check_parameter, drawn, of_owners, whole
 from dataset.store.index import PartitionIndex
 
 Generator = np.random.Generator | np.random.RandomState
@@ -53,11 +53,12 @@ def clients_by_dirichlet(drawing: Drawing, beta: float, rng: Generator) -> Parti
                 break
             ends = (np.cumsum(p / p.sum()) * len(rows)).astype(np.int64)
             ends[-1] = len(rows)
-            owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
-            sizes = sizes + np.diff(ends, prepend=0)
+            counts = np.diff(ends, prepend=0)
+            owner[rows] = np.repeat(np.arange(clients), counts)
+            sizes = sizes + counts
         else:
             if sizes.min() >= LEAST_IMAGES:
-                return _of_owners(owner, clients)
+                return of_owners(owner, clients)
     raise never_enough(drawing, beta)
 
 
@@ -120,7 +121,7 @@ def clients_by_classes(
         rng.shuffle(rows)
         for client, part in zip(owners, np.array_split(rows, max(len(owners), 1))):
             owner[part] = client
-    return _of_owners(owner, drawing.num_clients)
+    return of_owners(owner, drawing.num_clients)
 
 
 @drawn("lda")
@@ -159,11 +160,3 @@ def legacy_generator(seed: int) -> np.random.RandomState:
 
 def _rows_by_class(classes: IntArray) -> list[IntArray]:
     return [np.flatnonzero(classes == k) for k in range(int(classes.max()) + 1)]
-
-
-def _of_owners(owner: IntArray, clients: int) -> PartitionIndex:
-    """The partition in which image i belongs to client ``owner[i]``, ``[N]``; -1: to no client."""
-    rows = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
-    sizes = np.bincount(owner[rows], minlength=clients)
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return PartitionIndex([str(client) for client in range(clients)], rows, offsets)

@@ -16,7 +16,7 @@ import numpy as np
 
 from dataset.arrays import IntArray
 from dataset.files import import_all, module_in_execution
-from dataset.store.annotations import LabelMatrix
+from dataset.store.annotations import LabelMatrix, offsets_of
 from dataset.store.index import PartitionIndex
 
 
@@ -201,9 +201,16 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
 
 def of_parts(parts: Sequence[IntArray], names: Sequence[str] = ()) -> PartitionIndex:
     """The partition whose client i has the rows ``parts[i]``, in order, and a name, or its number as such."""
-    offsets = np.cumsum([0, *map(len, parts)]).astype(np.int64)
+    offsets = offsets_of(np.array([*map(len, parts)]))
     rows = np.concatenate([np.sort(part) for part in parts])
     return PartitionIndex(names or [str(client) for client in range(len(parts))], rows, offsets)
+
+
+def of_owners(owner: IntArray, clients: int) -> PartitionIndex:
+    """The partition in which image i belongs to client ``owner[i]``, ``[N]``; -1: to no client."""
+    rows = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
+    offsets = offsets_of(np.bincount(owner[rows], minlength=clients))
+    return PartitionIndex([str(client) for client in range(clients)], rows, offsets)
 
 
 def check_parameter(value: float) -> None:

@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-from dataset.partitions.drawn import Drawing, Images, drawn, of_parts
+from dataset.partitions.drawn import Drawing, Images, drawn, of_owners, of_parts
 from dataset.store.index import PartitionIndex
 
 _DIGITS = re.compile(r"(\d+)")
@@ -25,7 +25,7 @@ _DIGITS = re.compile(r"(\d+)")
 def most_frequent(drawing: Drawing, _: float) -> PartitionIndex:
     """Each client in turn gets the images left of the most frequent category; the last gets all others.
 
-    Of equally frequent categories the lowest comes first. The seed changes nothing.
+    If several categories are equally frequent, the lowest comes first. The seed changes nothing.
 
     Raises:
         ValueError: where a client would have no image.
@@ -41,11 +41,11 @@ def most_frequent(drawing: Drawing, _: float) -> PartitionIndex:
             raise ValueError(
                 f"no image with an object is left for client {client} of {clients}: use fewer clients"
             )
-        given = owner_of[here & (matrix.indices == counts.argmax())]
-        client_of[given], left[given] = client, False
+        chosen = owner_of[here & (matrix.indices == counts.argmax())]
+        client_of[chosen], left[chosen] = client, False
     if not left.any():
         raise ValueError(f"no image is left for client {clients - 1} of {clients}: use fewer clients")
-    return of_parts([np.flatnonzero(client_of == client) for client in range(clients)])
+    return of_owners(client_of, clients)
 
 
 @drawn("windows", numbered=False, of_any=True)

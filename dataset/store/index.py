@@ -234,11 +234,11 @@ def _check_partition(name: str, partition: PartitionIndex, images: int, ids: boo
 def _check_ids(what: str, column: Sequence[str]) -> None:
     raw = IdColumn.of(column).raw
     if len(raw) and np.frombuffer(raw.tobytes(), np.uint8).max() > 127:  # not all are ASCII
-        for one in raw.tolist():
+        for identifier in raw.tolist():
             try:
-                one.decode()
+                identifier.decode()
             except UnicodeDecodeError:
-                raise ValueError(f"a {what} has the id {one!r}, which is not UTF-8") from None
+                raise ValueError(f"a {what} has the id {identifier!r}, which is not UTF-8") from None
     ordered = np.sort(raw)
     if len(ordered) and not ordered[0]:
         raise ValueError(f"a {what} has an empty id")

@@ -108,7 +108,7 @@ class DataWriter:
             self._places[name] = offsets_of(sizes)
         self._data_at: dict[str, int] = {}
         self._descriptor = -1
-        self._own = ExitStack()  # without a journal: deletes the file in the making, and gives up its lock
+        self._cleanup = ExitStack()  # without a journal: deletes the unfinished file, and gives up its lock
 
     def __enter__(self) -> DataWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,9 +142,9 @@ class DataWriter:
         if self._journal is None:
             lock = _lock_of(self._temporary)
             refusal = f"another process is writing {self._temporary}: wait until it ends"
-            self._own.enter_context(locked(lock, refusal))
-            self._own.callback(lock.unlink, missing_ok=True)
-            self._own.callback(self._temporary.unlink, missing_ok=True)
+            self._cleanup.enter_context(locked(lock, refusal))
+            self._cleanup.callback(lock.unlink, missing_ok=True)
+            self._cleanup.callback(self._temporary.unlink, missing_ok=True)
         self._create()
         self._descriptor = os.open(self._temporary, os.O_RDWR)
         if hasattr(os, "posix_fallocate"):
@@ -248,7 +248,7 @@ class DataWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        self._own.close()
+        self._cleanup.close()
 
     def _create(self) -> None:
         # Format 1.8 keeps checksums over HDF5's own structures, which the older default does not.

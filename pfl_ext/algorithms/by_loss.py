@@ -33,7 +33,6 @@ from pfl_ext.algorithms.algorithm import RunContext, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
-from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import current
 
 LOSS_BYTES = 4
@@ -100,7 +99,7 @@ class ByLoss(ServerModelAlgorithm):
                 for name, tensor in total.items():
                     tensor.add_(update[name].to(tensor.dtype), alpha=float(weights[place]))
                 stretches[place] = self.stretch(float(losses[place]), squared_norm(update), rate)
-        self._gather(stretches)
+        self.clients.gather(stretches)
         if (workers := current()) is not None:
             workers.sum_model([seen], list(total.values()))
         return total, float((weights * stretches).sum()), seen
@@ -112,17 +111,8 @@ class ByLoss(ServerModelAlgorithm):
             for place in mine:
                 loss_and_images = self.clients.loss_of(int(users[place]), number)
                 found[place] = torch.tensor(loss_and_images, dtype=torch.float64)
-        self._gather(found)
-        if not found.isfinite().all():
-            found_loss = f"the loss of a user in round {number} is {float(found.sum()):g}"
-            raise Diverged(found_loss, "lower local.learning_rate")
+        self.clients.gather_losses(found, number)
         return found
-
-    def _gather(self, table: Tensor) -> None:
-        """Fill ``table`` in place from all workers; each has the rows of its own users, and zeros besides."""
-        if (workers := current()) is not None:
-            there = table.to(self.context.model.pytorch_model.mean.device)
-            table.copy_(workers.all_reduce([there])[0])
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """A user receives the trained variables, and sends an update and its loss."""

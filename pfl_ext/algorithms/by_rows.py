@@ -119,7 +119,7 @@ class _Total:
             part = self._form.of_batch(features, labels)
         else:
             each = zip(torch.split(features, sizes), torch.split(labels, sizes))
-            scales = self._scales([self._form.squared_norm(*own) for own in each])
+            scales = self._scales([self._form.squared_norm(*pair) for pair in each])
             factors = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))
             kept = factors > 0
             part = self._form.of_scaled(features[kept], labels[kept], factors[kept])

@@ -32,6 +32,7 @@ from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.privacy.central import is_private
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted, refuse
 from pfl_ext.stage import Stage
+from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import apart, begin_work, current
 
 Weights = dict[str, Tensor]
@@ -73,14 +74,14 @@ class OwnSteps:
         self._steps.phases = [Phase(list(model.variable_map), loss=loss, gradient=self._gradient)]
         return self._steps.simulate_one_user(model, user_dataset, central_context)
 
-    def _noted(self, own: UserLoss, model: PyTorchModel) -> Loss:
+    def _noted(self, of_user: UserLoss, model: PyTorchModel) -> Loss:
         """The user's loss of a batch, which counts in the round's training loss."""
         module = model.pytorch_model
         received = {name: p.detach().clone() for name, p in model.variable_map.items()}
 
         def loss(*batch: Tensor) -> Tensor:
             noted = len(module.noted or ())
-            value = own(module, received, *batch)
+            value = of_user(module, received, *batch)
             if module.noted is not None and len(module.noted) == noted:  # it did not go by `module.loss`
                 module.noted.append((value.detach().clone(), len(batch[0])))
             return value
@@ -248,6 +249,23 @@ class Clients:
                 total += float(loss) * len(batch[0])
             losses.append(total / images if images else 0.0)
         return losses, images
+
+    def gather(self, table: Tensor) -> None:
+        """Fill a table in place from all workers; each has the rows of its own users, and zeros besides."""
+        if (workers := current()) is not None:
+            there = table.to(self._context.model.pytorch_model.mean.device)
+            table.copy_(workers.all_reduce([there])[0])
+
+    def gather_losses(self, table: Tensor, number: int) -> None:
+        """`gather` a table of users' losses in a round.
+
+        Raises:
+            Diverged: when a loss is not finite.
+        """
+        self.gather(table)
+        if not table.isfinite().all():
+            found = f"the loss of a user in round {number} is {float(table.sum()):g}"
+            raise Diverged(found, "lower local.learning_rate")
 
     def server_step(self, weights: Mapping[str, Tensor], mean: Mapping[str, Tensor], number: int) -> float:
         """Make a step of the server's optimiser on a mean update; the run's model has the result.

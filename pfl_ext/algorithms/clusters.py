@@ -8,20 +8,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
 from dataset.arrays import FloatArray, IntArray
 from pfl_ext.algorithms.algorithm import Setup
 from pfl_ext.algorithms.clients import Weights
 from pfl_ext.algorithms.personal_parts import BACKBONE, trained_names
+from pfl_ext.configs import STRICT
 from pfl_ext.models.probing import two_images
 from pfl_ext.models.trained import new_part
 from pfl_ext.randomness import torch_stream
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ClusterOptions:
+    """The number of clusters, what they share, and their first models."""
+
+    num_clusters: Annotated[int, Field(ge=2)] = 2
+    """k, the number of models; a user trains the one with the least loss on its images."""
+    shared: Literal["none", "encoder"] = "none"
+    """none: clusters share no variables; encoder: all but those of the head, which each cluster has."""
+    distance: Annotated[float, Field(gt=0, le=1)] | None = None
+    """How far first models differ, 1: drawn independently; none: 1, or 0.1 if model.pretrained."""
+    balance: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Part of an equal share of round 0's users, at least one, to choose each first model; 0: of nobody."""
+    max_draws: PositiveInt = 20
+    """Most draws of first models; the most even one is kept if none is even enough."""
 
 
 @dataclass
@@ -32,7 +51,7 @@ class Clusters:
     """The run's model, with the weights of any cluster."""
     shared: Weights
     """Variables that all models have."""
-    own: list[Weights]
+    separate: list[Weights]
     """Variables that differ, for each model."""
     optimizers: list[Any]
     """States of the server's optimiser: of each cluster's variables, and last of the shared ones."""
@@ -42,7 +61,7 @@ class Clusters:
     @property
     def counts(self) -> list[int]:
         """Number of users who last chose each model, ``[k]``."""
-        return torch.bincount(self.chosen[self.chosen >= 0], minlength=len(self.own)).tolist()
+        return torch.bincount(self.chosen[self.chosen >= 0], minlength=len(self.separate)).tolist()
 
     @property
     def largest(self) -> int:
@@ -51,7 +70,7 @@ class Clusters:
 
     def weights(self, cluster: int) -> Weights:
         """The trained variables of a model."""
-        return {**self.shared, **self.own[cluster]}
+        return {**self.shared, **self.separate[cluster]}
 
 
 def own_names(module: nn.Module, shared: str) -> list[str]:
@@ -109,8 +128,8 @@ def check_differ(setup: Setup, names: Sequence[str]) -> None:
     weights = {name: module.get_parameter(name) for name in names}
     images = (two_images(module.input_size).to(module.mean.device),)
     models = first_models(weights, 2, distance_of(setup), setup.seed, 0)
-    one, other = (torch.func.functional_call(module, model, images) for model in models)
-    if torch.equal(one, other):
+    first, second = (torch.func.functional_call(module, model, images) for model in models)
+    if torch.equal(first, second):
         drawn = any(w.ndim > 1 for w in weights.values())
         remedy = "model.init to xavier" if drawn else "model.trained to another value"
         why = "the last layer is" if drawn else "all that it trains is"

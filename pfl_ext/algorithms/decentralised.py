@@ -159,8 +159,8 @@ class Decentralised(Algorithm[Models]):
         """Every user trains its model; then the models are mixed."""
         matrix = self.matrix(self.context.options, self.n, self.context.seed, number)
         starts = state.models()
-        own = [{name: w[user] for name, w in starts.items()} for user in range(self.n)]
-        updates, line = self.clients.each_update(own, self.users, number)
+        models = [{name: w[user] for name, w in starts.items()} for user in range(self.n)]
+        updates, line = self.clients.each_update(models, self.users, number)
         moved = {
             name: torch.stack([w[user] + updates[user][name] for user in range(self.n)])
             for name, w in state.x.items()

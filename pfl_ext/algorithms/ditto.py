@@ -51,14 +51,14 @@ class Ditto(Personalised):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._own = InPhases(self.twin)
-        self._owners = Clients(replace(self.context, engine=None), self._own)
+        self._personal = InPhases(self.twin)
+        self._owners = Clients(replace(self.context, engine=None), self._personal)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
         """FedAvg's update of w, then the steps of v_i."""
         update, seen = self.clients.train_alone(x, user, number)
         options, pull = self.context.options, Pull(self.context.options.proximal_weight, x)
         phase = Phase(self.shared, options.personal_epochs, options.personal_learning_rate, pull)
-        self._own.phases = [phase]
+        self._personal.phases = [phase]
         moved, _ = self._owners.train_alone(self.layout.named(kept), user, number)
         return update, kept + self.layout.flat(moved), seen

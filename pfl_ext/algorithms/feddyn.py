@@ -68,18 +68,18 @@ class DynamicUser:
 
     def __init__(self, controls: Controls, alpha: float, user: int | None) -> None:
         self._controls, self._alpha, self._user = controls, alpha, user
-        self._own = controls.control(user)
+        self._control = controls.control(user)
 
     @property
     def correction(self) -> Mapping[str, Tensor]:
         """The gradient ``-h_i`` of the linear term, by variable."""
-        return self._controls.named(-self._own)
+        return self._controls.named(-self._control)
 
     def finish(
         self, update: Mapping[str, Tensor], num_steps: int, gradient: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
         """Store the new h_i. Nothing is sent besides the update."""
-        self._controls.renew(self._user, self._own, -self._alpha * self._controls.flat(update))
+        self._controls.renew(self._user, self._control, -self._alpha * self._controls.flat(update))
         return {}
 
 

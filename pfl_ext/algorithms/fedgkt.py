@@ -220,10 +220,10 @@ class FedGKT(Algorithm[GKTState]):
         logits, labels = torch.empty_like(state.teacher), list[Tensor]()
         losses = torch.zeros(2, dtype=torch.float64)
         for client, images in enumerate(users.read_all(members)):
-            own = slice(*self.offsets[client : client + 2])
+            rows = slice(*self.offsets[client : client + 2])
             _set(self._of_client(), {name: stacked[client] for name, stacked in state.clients.items()})
-            losses += self._train(images, state.teacher[own] if number else None, number)
-            row = own.start
+            losses += self._train(images, state.teacher[rows] if number else None, number)
+            row = rows.start
             for h, z, y in self._sent(images):
                 features[row : row + len(h)], logits[row : row + len(h)] = h, z
                 row += len(h)

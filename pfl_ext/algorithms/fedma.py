@@ -177,31 +177,31 @@ class FedMA(Algorithm[list[Weights]]):
         layer, alike = self.layers[place], np.array(self._shares())[:, None]  # [J, 1]
         moved = 0
         if place + 1 < len(self.layers):
-            users = [neurons(own, layer) for own in trained]
+            users = [neurons(user, layer) for user in trained]
             found = matched(users, self.context.options.passes, self.context.options.belief)
             following = self.layers[place + 1]
-            trained = [reordered(own, layer, following, places) for own, places in zip(trained, found)]
+            trained = [reordered(user, layer, following, places) for user, places in zip(trained, found)]
             moved = sum(int((places != np.arange(layer.neurons)).sum()) for places in found)
-            weights = alike * np.stack([alive(own[places]) for own, places in zip(users, found)])  # [J, N]
+            weights = alike * np.stack([alive(user[places]) for user, places in zip(users, found)])  # [J, N]
         else:
             weights = np.stack([self._labels(int(user), number) for user in self.users])
         total = weights.sum(0)
         weights = np.where(total > 0, weights / np.where(total > 0, total, 1), alike)
-        together = {name: by_neuron([own[name] for own in trained], weights) for name in layer.variables}
+        together = {name: by_neuron([user[name] for user in trained], weights) for name in layer.variables}
         line |= {"layer": place, "moved": moved, "neurons": int(alive(neurons(together, layer)).sum())}
-        return [{**own, **{n: t.clone() for n, t in together.items()}} for own in trained], line
+        return [{**user, **{n: t.clone() for n, t in together.items()}} for user in trained], line
 
     def _trained(self, users: list[Weights], place: int, number: int) -> tuple[list[Weights], dict[str, Any]]:
         """The users' networks after local training of the layers from ``place`` on."""
         self.clients.model(users[0])  # the layers below are the same for all users
         with self._frozen_below(place) as clients:
             names = list(clients.weights())
-            starts = [{name: own[name] for name in names} for own in users]
+            starts = [{name: user[name] for name in names} for user in users]
             updates, line = clients.each_update(starts, self.users, number)
         moved = [
             {name: start[name] + update[name] for name in names} for start, update in zip(starts, updates)
         ]
-        return [{**own, **changed} for own, changed in zip(users, moved)], line
+        return [{**user, **changed} for user, changed in zip(users, moved)], line
 
     @contextmanager
     def _frozen_below(self, place: int) -> Iterator[Clients]:
@@ -235,7 +235,7 @@ class FedMA(Algorithm[list[Weights]]):
         return [weight / total if total else 1 / len(weights) for weight in weights]
 
     def _mean(self, users: list[Weights], name: str) -> Tensor:
-        return mean([own[name] for own in users], self._shares())
+        return mean([user[name] for user in users], self._shares())
 
     def _labels(self, user: int, number: int) -> np.ndarray[Any, Any]:
         """How many of a user's images in this round have each class, ``[K]``."""
@@ -251,13 +251,13 @@ class FedMA(Algorithm[list[Weights]]):
 
     def tensors(self, state: list[Weights]) -> dict[str, Tensor]:
         """The tensors of all users' networks."""
-        return {f"{place}/{name}": t for place, own in enumerate(state) for name, t in own.items()}
+        return {f"{place}/{name}": t for place, user in enumerate(state) for name, t in user.items()}
 
     def load(self, state: list[Weights], tensors: Mapping[str, Tensor]) -> list[Weights]:
         """The users' networks in a checkpoint's tensors."""
         return [
-            {name: tensors[f"{place}/{name}"].to(t.device) for name, t in own.items()}
-            for place, own in enumerate(state)
+            {name: tensors[f"{place}/{name}"].to(t.device) for name, t in user.items()}
+            for place, user in enumerate(state)
         ]
 
     def findings(self, state: list[Weights]) -> dict[str, Any]:

@@ -105,9 +105,9 @@ class FedPer(Personalised):
 
     def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:
         """x with the user's h, after `tune_epochs` epochs of tuning."""
-        own = super().own_model(x, kept, user, number)
+        weights = super().own_model(x, kept, user, number)
         if self.tunes:
             last = max(number - 1, 0)  # whose learning rate is used, as there is none after the last round
-            update, _ = self._tuning.train_alone(own, user, last, draws=number)
-            own = {name: w + update[name] for name, w in own.items()}
-        return own
+            update, _ = self._tuning.train_alone(weights, user, last, draws=number)
+            weights = {name: w + update[name] for name, w in weights.items()}
+        return weights

@@ -118,9 +118,9 @@ def lagrange(at: Sequence[int], points: Sequence[int]) -> Elements:
     Row a times a polynomial's values at n distinct points is its value at ``at[a]``, for a degree below n.
     """
     rows = np.empty((len(at), len(points)), np.int64)
-    for column, own in enumerate(points):
-        others = [point for point in points if point != own]
-        below = inverse(math.prod((own - point) % PRIME for point in others) % PRIME)
+    for column, root in enumerate(points):
+        others = [point for point in points if point != root]
+        below = inverse(math.prod((root - point) % PRIME for point in others) % PRIME)
         for row, place in enumerate(at):
             above = math.prod((place - point) % PRIME for point in others)
             rows[row, column] = above * below % PRIME
@@ -139,9 +139,9 @@ def combine(coefficients: Elements, vectors: Elements) -> Elements:
     for begin in range(0, vectors.shape[1], BLOCK):
         into = total[:, begin : begin + BLOCK]
         for first in range(0, len(vectors), 64):
-            part, own = vectors[first : first + 64, begin : begin + BLOCK], factors[:, first : first + 64]
-            high = (own @ (part >> 16).astype(np.float64)).astype(np.int64) % PRIME
-            low = (own @ (part & 0xFFFF).astype(np.float64)).astype(np.int64)
+            part, factor = vectors[first : first + 64, begin : begin + BLOCK], factors[:, first : first + 64]
+            high = (factor @ (part >> 16).astype(np.float64)).astype(np.int64) % PRIME
+            low = (factor @ (part & 0xFFFF).astype(np.float64)).astype(np.int64)
             into += (high << 16) + low
             into %= PRIME
     return total

@@ -123,11 +123,11 @@ def _together(lines: list[dict[str, Any]]) -> dict[str, Any]:
     A user counts in ``trainings`` once, and with all of its images, for each inner round.
     """
     line: dict[str, Any] = {
-        "trainings": sum(one["users"] for one in lines),
-        "images": sum(one["images"] for one in lines),
+        "trainings": sum(inner["users"] for inner in lines),
+        "images": sum(inner["images"] for inner in lines),
     }
-    losses = [one for one in lines if "train_loss" in one]
+    losses = [inner for inner in lines if "train_loss" in inner]
     if losses:
-        total = sum(one["images"] * one["train_loss"] for one in losses)
-        line["train_loss"] = round(total / sum(one["images"] for one in losses), 6)
+        total = sum(inner["images"] * inner["train_loss"] for inner in losses)
+        line["train_loss"] = round(total / sum(inner["images"] for inner in losses), 6)
     return line

@@ -43,12 +43,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
-from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -59,6 +58,7 @@ from pfl_ext.algorithms.algorithm import Algorithm, RunContext, Setup, Traffic, 
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.clusters import (
+    ClusterOptions,
     Clusters,
     check_differ,
     distance_of,
@@ -68,15 +68,14 @@ from pfl_ext.algorithms.clusters import (
     own_names,
     together,
 )
-from pfl_ext.algorithms.own_images import OwnImages, Scores, check_scored, write_users
+from pfl_ext.algorithms.own_images import OwnImages, ScoredOptions, Scores, check_scored, write_users
 from pfl_ext.algorithms.personal_parts import trained_names
 from pfl_ext.algorithms.personalised import shown
 from pfl_ext.checkpoint import CHECKPOINTS
-from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.configs import STRICT
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.rules import Refusals
-from pfl_ext.tasks.ranking import Diverged
-from pfl_ext.workers.distributed import current, is_main
+from pfl_ext.workers.distributed import is_main
 
 MODELS = "clusters.safetensors"
 """The file of a run directory that holds the trained variables of all models, as ``number/name``."""
@@ -87,25 +86,8 @@ CHOICE_BYTES = 4
 
 
 @dataclass(frozen=True, config=STRICT)
-class IfcaOptions:
+class IfcaOptions(ScoredOptions, ClusterOptions):
     """The number of clusters, what they share, their first models, and how users are scored."""
-
-    num_clusters: Annotated[int, Field(ge=2)] = 2
-    """k, the number of models; a user trains the one with the least loss on its images."""
-    shared: Literal["none", "encoder"] = "none"
-    """none: clusters share no variables; encoder: all but those of the head, which each cluster has."""
-    distance: Annotated[float, Field(gt=0, le=1)] | None = None
-    """How far first models differ, 1: drawn independently; none: 1, or 0.1 if model.pretrained."""
-    balance: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Part of an equal share of round 0's users, at least one, to choose each first model; 0: of nobody."""
-    max_draws: PositiveInt = 20
-    """Most draws of first models; the most even one is kept if none is even enough."""
-    held_out: Fraction = 0.25
-    """Share of each user's images that is held out from training, to score it; 0: no user is scored."""
-    split_seed: NonNegativeInt = 0
-    """Seed that chooses these images, independent of the run's seed and of the algorithm."""
-    score_every: NonNegativeInt = 0
-    """Rounds between two scores of all users with their clusters' models; 0: only at the end."""
 
 
 @register("ifca")
@@ -129,7 +111,7 @@ class Ifca(Algorithm[Clusters]):
         super().__init__(replace(context, users=self.images.users))
         module = context.model.pytorch_model
         self.names = trained_names(module)
-        self.own = own_names(module, context.options.shared)
+        self.separate = own_names(module, context.options.shared)
         self.stages = self.context.stages(self.names)
         self.clients = Clients(self.context, before=self.stages)
         self._first = self.clients.weights()
@@ -147,14 +129,14 @@ class Ifca(Algorithm[Clusters]):
         Raises:
             ValueError: one line with the reason.
         """
-        options, own = setup.options, own_names(setup.module, setup.options.shared)
-        if options.shared == "encoder" and len(own) in (0, len(trained_names(setup.module))):
-            which = "nothing but the head is" if own else "the head is not"
+        options, names = setup.options, own_names(setup.module, setup.options.shared)
+        if options.shared == "encoder" and len(names) in (0, len(trained_names(setup.module))):
+            which = "nothing but the head is" if names else "the head is not"
             raise ValueError(
                 f"federated.options.shared is encoder, but {which} trained: set it to none, or "
                 "model.trained to all"
             )
-        check_differ(setup, own)
+        check_differ(setup, names)
         check_scored(options)
         if setup.keeps_errors:
             raise ValueError(
@@ -167,21 +149,21 @@ class Ifca(Algorithm[Clusters]):
     @classmethod
     def state_bytes(cls, setup: Setup) -> int:
         """All models in `MODELS`, and in each checkpoint those besides the first."""
-        k, own = int(setup.options.num_clusters), own_names(setup.module, setup.options.shared)
-        more = (k - 1) * sum(setup.module.get_parameter(name).nbytes for name in own)
+        k, names = int(setup.options.num_clusters), own_names(setup.module, setup.options.shared)
+        more = (k - 1) * sum(setup.module.get_parameter(name).nbytes for name in names)
         return CHECKPOINTS * more + k * trained_bytes(setup.module)
 
     def init(self, seed: int) -> Clusters:
         """The first draw of the models; round 0 may draw them again."""
         k = self.context.options.num_clusters
-        shared = {name: w for name, w in self._first.items() if name not in self.own}
+        shared = {name: w for name, w in self._first.items() if name not in self.separate}
         nobody = torch.full((self.context.users.num_users,), -1, dtype=torch.int64)
         optimizers = [defaultdict[Tensor, Any](dict) for _ in range(k + 1)]
         return Clusters(self.context.model, shared, self._drawn(0), optimizers, nobody)
 
     def _drawn(self, draw: int) -> list[Weights]:
         """The variables of the models that differ, in some draw."""
-        first, k = {name: self._first[name] for name in self.own}, self.context.options.num_clusters
+        first, k = {name: self._first[name] for name in self.separate}, self.context.options.num_clusters
         return first_models(first, k, distance_of(self.context), self.context.seed, draw)
 
     def round(self, state: Clusters, number: int) -> tuple[Clusters, dict[str, Any]]:
@@ -197,7 +179,7 @@ class Ifca(Algorithm[Clusters]):
             chosen = self._choice(state, users, number)
         state.chosen[users[chosen >= 0]] = torch.from_numpy(chosen[chosen >= 0])
         updates, lines = dict[int, Weights](), []
-        parts = [users[chosen == cluster] for cluster in range(len(state.own))]
+        parts = [users[chosen == cluster] for cluster in range(len(state.separate))]
         for cluster, part in enumerate(parts):
             if self._are_enough(len(part)):
                 updates[cluster], of_part = self._mean_update(state.weights(cluster), part, number)
@@ -222,19 +204,19 @@ class Ifca(Algorithm[Clusters]):
 
         After as many draws as are allowed, the first of the most even ones is drawn again, and counts.
         """
-        options, k = self.context.options, len(state.own)
+        options, k = self.context.options, len(state.separate)
         found, fewest = list[IntArray](), list[int]()
         for draw in range(options.max_draws):
-            state.own = self._drawn(draw)
+            state.separate = self._drawn(draw)
             found.append(self._choice(state, users, 0))
             counts = np.bincount(found[-1][found[-1] >= 0], minlength=k)
             fewest.append(int(counts.min()))
             share = int(options.balance * counts.sum() / k + 1e-9)
-            one = options.balance > 0 and counts.sum() >= k
-            if fewest[-1] >= max(share, int(one)):
+            at_least_one = options.balance > 0 and counts.sum() >= k
+            if fewest[-1] >= max(share, int(at_least_one)):
                 return found[-1], draw + 1
         best = int(np.argmax(fewest))
-        state.own = self._drawn(best)
+        state.separate = self._drawn(best)
         return found[best], options.max_draws
 
     def _choice(self, state: Clusters, users: IntArray, number: int) -> IntArray:
@@ -245,18 +227,13 @@ class Ifca(Algorithm[Clusters]):
         Raises:
             Diverged: when a loss is not finite.
         """
-        models = [state.weights(cluster) for cluster in range(len(state.own))]
+        models = [state.weights(cluster) for cluster in range(len(state.separate))]
         table = torch.zeros(len(users), 1 + len(models), dtype=torch.float64)
         with self.clients.dealt(users, number) as mine:
             for place in mine:
                 losses, images = self.clients.losses_of(models, int(users[place]), number)
                 table[place] = torch.tensor([images, *losses], dtype=torch.float64)
-        if (workers := current()) is not None:
-            there = table.to(self.context.model.pytorch_model.mean.device)
-            table.copy_(workers.all_reduce([there])[0])
-        if not table.isfinite().all():
-            found = f"the loss of a user in round {number} is {float(table.sum()):g}"
-            raise Diverged(found, "lower local.learning_rate")
+        self.clients.gather_losses(table, number)
         return least(table[:, 1:].numpy(), table[:, 0].numpy())
 
     def _are_enough(self, count: int) -> bool:
@@ -289,13 +266,13 @@ class Ifca(Algorithm[Clusters]):
         for name in state.shared if whole else ():
             parts = [update[name] * (weights[cluster] / whole) for cluster, update in updates.items()]
             shared[name] = torch.stack(parts).sum(0)
-        steps = [(cluster, {n: update[n] for n in self.own}) for cluster, update in updates.items()]
+        steps = [(cluster, {n: update[n] for n in self.separate}) for cluster, update in updates.items()]
         for place, mean in [(-1, shared), *steps]:
             if mean:
                 optimizer.state = state.optimizers[place]
                 self.clients.server_step(state.weights(max(place, 0)), mean, number)
                 stepped = self.clients.weights()
-                (state.shared if place < 0 else state.own[place]).update({n: stepped[n] for n in mean})
+                (state.shared if place < 0 else state.separate[place]).update({n: stepped[n] for n in mean})
 
     def model(self, state: Clusters) -> PyTorchModel:
         """The run's model with the weights of the largest cluster."""
@@ -303,7 +280,9 @@ class Ifca(Algorithm[Clusters]):
 
     def is_finite(self, state: Clusters) -> bool:
         """Whether all variables of all models are finite."""
-        return all(bool(w.isfinite().all()) for part in (state.shared, *state.own) for w in part.values())
+        return all(
+            bool(w.isfinite().all()) for part in (state.shared, *state.separate) for w in part.values()
+        )
 
     def model_of(self, state: Clusters, user: int, number: int) -> PyTorchModel:
         """The model of the user's cluster."""
@@ -329,11 +308,11 @@ class Ifca(Algorithm[Clusters]):
             scores = Scores(self.images.users.store, held_out, self.model(state))
             with self.clients.dealt(users, number) as mine:
                 scores.add("server", mine)
-                for cluster in range(len(state.own)):
+                for cluster in range(len(state.separate)):
                     self.clients.model(state.weights(cluster))
                     scores.add("personal", [place for place in mine if chosen[place] == cluster])
             found[group] = scores.summary(["personal", "server"])
-            found[group]["users_of_models"] = numbered(np.bincount(chosen, minlength=len(state.own)))
+            found[group]["users_of_models"] = numbered(np.bincount(chosen, minlength=len(state.separate)))
             if rows is not None:
                 each = scores.each(group, "train", self.images.training_images(users))
                 of_models = {"personal": chosen.tolist(), "server": [state.largest] * len(users)}
@@ -354,7 +333,7 @@ class Ifca(Algorithm[Clusters]):
                 write_users(folder.parent, rows)
             models = {
                 f"{cluster}/{name}": tensor
-                for cluster in range(len(state.own))
+                for cluster in range(len(state.separate))
                 for name, tensor in state.weights(cluster).items()
             }
             checkpoint.save(folder.parent / MODELS, models, {"config_sha256": self.context.config_hash})
@@ -365,8 +344,8 @@ class Ifca(Algorithm[Clusters]):
         whole = state.model.pytorch_model.state_dict().items()
         found = {checkpoint.MODEL + name: tensor for name, tensor in whole if name not in self.names}
         found |= {SHARED + name: tensor for name, tensor in state.shared.items()} | {CHOSEN: state.chosen}
-        for cluster, own in enumerate(state.own):
-            found |= {f"{OWN}{cluster}/{name}": tensor for name, tensor in own.items()}
+        for cluster, weights in enumerate(state.separate):
+            found |= {f"{OWN}{cluster}/{name}": tensor for name, tensor in weights.items()}
         optimizer = state.model._central_optimizer
         for place, of_cluster in enumerate(state.optimizers):
             optimizer.state = of_cluster
@@ -387,13 +366,13 @@ class Ifca(Algorithm[Clusters]):
             checkpoint.restore_optimizer(optimizer, checkpoint.part(tensors, f"{OPTIMIZER}{place}/"))
             state.optimizers[place] = optimizer.state
         state.model.pytorch_model.load_state_dict(checkpoint.part(tensors, checkpoint.MODEL), strict=False)
-        own = [restored(f"{OWN}{cluster}/") for cluster in range(len(state.own))]
+        separate = [restored(f"{OWN}{cluster}/") for cluster in range(len(state.separate))]
         chosen = tensors[CHOSEN].cpu().clone()
-        return Clusters(state.model, restored(SHARED), own, state.optimizers, chosen)
+        return Clusters(state.model, restored(SHARED), separate, state.optimizers, chosen)
 
     def bytes(self, state: Clusters) -> Traffic:
         """All models go down, shared variables once; an update of one model and its number go up."""
-        down = sum(w.nbytes for part in (state.shared, *state.own) for w in part.values())
+        down = sum(w.nbytes for part in (state.shared, *state.separate) for w in part.values())
         channel = next((stage for stage in self.stages if isinstance(stage, Channel)), None)
         up = sum(w.nbytes for w in state.weights(0).values()) if channel is None else channel.num_bytes
         return Traffic(down, up + CHOICE_BYTES)

@@ -112,9 +112,9 @@ def first_neurons(weights: Weights, layer: Layer, following: Layer, count: int) 
     return changed
 
 
-def alive(own: Neurons) -> BoolArray:
+def alive(neurons: Neurons) -> BoolArray:
     """``[N]``: which neurons are not empty, that is, have a number that is not 0."""
-    return np.asarray((own != 0).any(1))
+    return np.asarray((neurons != 0).any(1))
 
 
 @dataclass(frozen=True)
@@ -141,23 +141,23 @@ def matched(users: Sequence[Neurons], passes: int, belief: Belief) -> list[Place
         users: each user's neurons, ``[N, D]``.
         passes: most times that all users are matched again.
     """
-    found = [np.arange(len(own)) for own in users]
+    found = [np.arange(len(neurons)) for neurons in users]
     if len(users) == 1:
         return found
     total, holders = users[0].copy(), alive(users[0]).astype(np.int64)
 
     def place(user: int) -> None:
-        own = users[user]
-        gains = _gains(total, holders, own, len(users), belief)
+        neurons = users[user]
+        gains = _gains(total, holders, neurons, len(users), belief)
         if not np.isfinite(gains).all():
             raise Diverged("a user's neurons are not finite", "lower local.learning_rate")
         found[user] = np.asarray(linear_sum_assignment(gains, maximize=True)[1], np.int64)
         count(user, 1)
 
     def count(user: int, sign: int) -> None:
-        own = users[user][found[user]]
-        total[:] += sign * own
-        holders[:] += sign * alive(own)
+        neurons = users[user][found[user]]
+        total[:] += sign * neurons
+        holders[:] += sign * alive(neurons)
         total[holders == 0] = 0  # without what rounding leaves
 
     for user in range(1, len(users)):
@@ -172,7 +172,7 @@ def matched(users: Sequence[Neurons], passes: int, belief: Belief) -> list[Place
     return found
 
 
-def _gains(total: Neurons, holders: Places, own: Neurons, num_users: int, belief: Belief) -> FloatArray:
+def _gains(total: Neurons, holders: Places, neurons: Neurons, num_users: int, belief: Belief) -> FloatArray:
     """``[N, N]``: twice the logarithm of how likely neuron v is at place i, up to a constant for each v.
 
     m_i of the J users have a neuron at place i, and these add up to S_i. With r = sigma^2 / sigma0^2 it is
@@ -185,16 +185,16 @@ def _gains(total: Neurons, holders: Places, own: Neurons, num_users: int, belief
     Args:
         total: S, ``[N, D]``.
         holders: m, ``[N]``.
-        own: the user's neurons v, ``[N, D]``.
+        neurons: the user's neurons v, ``[N, D]``.
         num_users: J, with this user.
     """
     variance, ratio = belief.sigma**2, (belief.sigma / belief.sigma0) ** 2
     taken, size = holders > 0, (total**2).sum(1)
-    together = size[:, None] + 2 * total @ own.T + (own**2).sum(1)
+    together = size[:, None] + 2 * total @ neurons.T + (neurons**2).sum(1)
     fits = together / (ratio + holders + 1)[:, None] - (size / (ratio + holders))[:, None]
     new = belief.gamma / num_users / np.maximum(np.cumsum(~taken), 1)
     odds = np.where(taken, holders / (num_users - holders), new)
-    return np.where(alive(own), fits / variance + 2 * np.log(odds)[:, None], 0.0)
+    return np.where(alive(neurons), fits / variance + 2 * np.log(odds)[:, None], 0.0)
 
 
 def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
@@ -206,6 +206,6 @@ def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 def by_neuron(tensors: Sequence[Tensor], shares: FloatArray) -> Tensor:
     """The mean of users' tensors ``[N, ...]`` whose weights ``[J, N]`` are each neuron's own."""
     total = torch.zeros(tensors[0].shape, dtype=torch.float64)
-    for own, tensor in zip(torch.from_numpy(shares), tensors):
-        total += tensor.double().cpu() * own.view(-1, *[1] * (tensor.ndim - 1))
+    for weights, tensor in zip(torch.from_numpy(shares), tensors):
+        total += tensor.double().cpu() * weights.view(-1, *[1] * (tensor.ndim - 1))
     return total.to(tensors[0])

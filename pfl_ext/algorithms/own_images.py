@@ -18,11 +18,14 @@ import torch
 from pfl.internal import ops
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from dataset.arrays import FloatArray, IntArray
 from dataset.files import write_bytes
 from pfl_ext.algorithms.per_user import scored_in_batches, spread, user_split
+from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition
 from pfl_ext.evaluation import LOSS, SCORES, autocast_of
 from pfl_ext.models.classifier import ImageClassifier
@@ -30,6 +33,18 @@ from pfl_ext.workers.distributed import current
 
 FILE = "clients.csv"
 """The file of a run directory that holds each scored user's scores."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ScoredOptions:
+    """How users are scored with models of their own."""
+
+    held_out: Fraction = 0.25
+    """Share of each user's images that is held out from training, to score it; 0: no user is scored."""
+    split_seed: NonNegativeInt = 0
+    """Seed that chooses these images, independent of the run's seed and of the algorithm."""
+    score_every: NonNegativeInt = 0
+    """Rounds between two scores of all users' personal models, in metrics.jsonl; 0: only at the end."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class OwnImages:
         return {trained.user_ids[user]: int(trained.sizes[user]) for user in users.tolist()}
 
 
-def check_scored(options: Any) -> None:
+def check_scored(options: ScoredOptions) -> None:
     """Refuse options about scores on held-out images where none are held out.
 
     Raises:

@@ -125,12 +125,12 @@ def spreads_by_group(
     seen, found = np.array([user in trained for user in users], bool), dict[str, Any]()
     for group, members in (("seen", seen), ("new", ~seen)):
         if members.any():
-            own = sizes[members]
-            of_users = {name: spread(values[members], own) for name, values in columns.items()}
+            scored = sizes[members]
+            of_users = {name: spread(values[members], scored) for name, values in columns.items()}
             found[group] = {
                 "users": int(members.sum()),
-                "images": int(own.sum()),
-                "least images": int(own.min()),
+                "images": int(scored.sum()),
+                "least images": int(scored.min()),
                 "server": {"users": of_users},
             }
     return found

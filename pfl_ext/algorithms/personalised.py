@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -38,10 +38,10 @@ from pfl_ext.algorithms.algorithm import RunContext, Setup, Traffic, UserState
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
 from pfl_ext.algorithms.cohort_vectors import CohortVectors
 from pfl_ext.algorithms.flat_variables import FlatVariables
-from pfl_ext.algorithms.own_images import OwnImages, Scores, check_scored, write_users
+from pfl_ext.algorithms.own_images import OwnImages, ScoredOptions, Scores, check_scored, write_users
 from pfl_ext.algorithms.personal_parts import FILE, trained_names
 from pfl_ext.algorithms.server_model import ServerModelAlgorithm
-from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.configs import STRICT
 from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.tasks.task import Task
@@ -57,15 +57,9 @@ BLOCK_BYTES = 2**28
 
 
 @dataclass(frozen=True, config=STRICT)
-class KeptOptions:
+class KeptOptions(ScoredOptions):
     """Options of every algorithm whose users keep a state."""
 
-    held_out: Fraction = 0.25
-    """Share of each user's images that is held out from training, to score it; 0: no user is scored."""
-    split_seed: NonNegativeInt = 0
-    """Seed that chooses these images, independent of the run's seed and of the algorithm."""
-    score_every: NonNegativeInt = 0
-    """Rounds between two scores of all users' personal models, in metrics.jsonl; 0: only at the end."""
     max_state_gb: PositiveFloat = 16.0
     """Most disk space, in GB, for the users' states, without old rows that the last two checkpoints need."""
 
@@ -251,13 +245,15 @@ class Personalised(ServerModelAlgorithm):
         self.clients.model(x)
         return found
 
-    def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> tuple[Scores, Sequence[str]]:
-        """Scores of one group, and their kinds. ``own``: whether users' own models are scored, too."""
+    def _scores_of(
+        self, x: Weights, users: IntArray, number: int, personal: bool
+    ) -> tuple[Scores, Sequence[str]]:
+        """Scores of one group, and their kinds. ``personal``: whether users' own models are scored, too."""
         held_out = [self.images.held_out[user] for user in users.tolist()]
         scores = Scores(self.images.users.store, held_out, self.context.model)
         with self.clients.dealt(users, number) as mine:
             scores.add("server", mine)
-        if not own:
+        if not personal:
             return scores, ["server"]
         block = max(1, BLOCK_BYTES // (4 * self.layout.length + 1))
         newcomer = self.layout.flat(x)

@@ -123,12 +123,12 @@ class CorrectedUser:
 
     def __init__(self, controls: Controls, form: Renewal, user: int | None) -> None:
         self._controls, self._form, self._user = controls, form, user
-        self._own = controls.control(user)
+        self._control = controls.control(user)
 
     @property
     def correction(self) -> Mapping[str, Tensor]:
         """``c - c_i`` by variable."""
-        return self._controls.named(self._controls.server - self._own)
+        return self._controls.named(self._controls.server - self._control)
 
     def finish(
         self, update: Mapping[str, Tensor], num_steps: int, gradient: Mapping[str, Tensor] | None
@@ -136,8 +136,8 @@ class CorrectedUser:
         """Store c_i+, and return ``c_i+ - c_i``, which the user sends besides its update."""
         controls = self._controls
         whole = None if gradient is None else controls.flat(gradient)
-        change = self._form.change(controls.server, self._own, controls.flat(update), num_steps, whole)
-        controls.renew(self._user, self._own, change)
+        change = self._form.change(controls.server, self._control, controls.flat(update), num_steps, whole)
+        controls.renew(self._user, self._control, change)
         return sent(controls, change)
 
 

@@ -65,9 +65,9 @@ SHARE = BYTES * len(digits(bytes(KEY_BYTES)))
 """Bytes of one share of a key."""
 
 
-def agreed(own: bytes, public: bytes, purpose: str) -> bytes:
+def agreed(secret: bytes, public: bytes, purpose: str) -> bytes:
     """The 32 bytes on which two users agree, from one's private key and the other's public key."""
-    shared = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(public))
+    shared = X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(public))
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=purpose.encode()).derive(shared)
 
 
@@ -76,9 +76,9 @@ def public_of(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def pair_mask(own: bytes, user: int, other: int, public: bytes, size: int) -> Elements:
+def pair_mask(secret: bytes, user: int, other: int, public: bytes, size: int) -> Elements:
     """The mask, between -q and q, that ``user`` adds to its vector for ``other``, who adds its negative."""
-    mask = uniform(agreed(own, public, "mask"), size)
+    mask = uniform(agreed(secret, public, "mask"), size)
     return mask if user < other else -mask
 
 

@@ -186,11 +186,11 @@ def _held(
     held = {}
     for place in group:
         if place in vectors:
-            own, coded = so_far.copy(), so_far.copy()
+            plain, coded = so_far.copy(), so_far.copy()
             for part, coded_part in incoming.parts.get(place, ()):
-                own += part
+                plain += part
                 coded += coded_part
-            held[place] = own % PRIME, coded % PRIME
+            held[place] = plain % PRIME, coded % PRIME
     return held
 
 
@@ -258,8 +258,8 @@ class TurboAggregate(SecureSum):
         users, element = self.context.cohort_size, BYTES * self.elements
         sizes = [len(group) for group in self.groups(users, 0)]
         between = 0
-        for place, (own, after) in enumerate(zip(sizes, [*sizes[1:], sizes[0]])):
-            between += own * after * element * (2 if place == 0 else 4)
+        for place, (plain, after) in enumerate(zip(sizes, [*sizes[1:], sizes[0]])):
+            between += plain * after * element * (2 if place == 0 else 4)
         end = 2 * element * sizes[0]
         down = trained_bytes(self.context.module) + KEY_BYTES + -(-between // users)
         return Traffic(down, -(-(between + end) // users))

@@ -133,8 +133,8 @@ class Vertical(Algorithm[Weights]):
         gradient = total.grad
         assert gradient is not None
         for place, (output, optimizer) in enumerate(zip(outputs, optimizers)):
-            own = gradient if place == 0 else self.wire.send(gradient, up=False)
-            torch.autograd.backward(output, own)
+            received = gradient if place == 0 else self.wire.send(gradient, up=False)
+            torch.autograd.backward(output, received)
             optimizer.step()
             optimizer.zero_grad()
         return float(loss.detach())

@@ -28,7 +28,7 @@ SEED = 8
 
 
 @dataclass(frozen=True, config=STRICT)
-class TopKOptions(FeedbackOptions):
+class RandomKOptions:
     """How much is sent."""
 
     share: Share = 0.01
@@ -36,11 +36,8 @@ class TopKOptions(FeedbackOptions):
 
 
 @dataclass(frozen=True, config=STRICT)
-class RandomKOptions:
+class TopKOptions(RandomKOptions, FeedbackOptions):
     """How much is sent."""
-
-    share: Share = 0.01
-    """Share of all numbers of an update that is sent; 1: all."""
 
 
 def kept(share: float, d: int) -> int:

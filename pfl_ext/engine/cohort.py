@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.one_step import CohortSum, train_one_step
 from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Arrangement, Task, grouped, plan
-from pfl_ext.engine.pool import LanePool, as_many, keep
+from pfl_ext.engine.pool import LanePool, Work, as_many, keep
 from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.readers import Readers
 from pfl_ext.engine.reading import Reading
@@ -145,12 +146,12 @@ class CohortEngine:
 
     def arrangements(self) -> list[Arrangement]:
         """What may be faster on some processor, beginning with what is; what was asked for stays."""
-        own, (lanes, fuse) = self.arrangement, self._open
+        as_is, (lanes, fuse) = self.arrangement, self._open
         if self.on_gpu:
-            counts = (2 * own.lanes, own.lanes // 2) if lanes and self._path < 2 else ()
-            return [own, *(replace(own, lanes=count) for count in counts if count)]
-        groups = (replace(own, images=2 * own.images), replace(own, images=4 * own.images))
-        return [own, *groups, replace(own, fuse=False)] if fuse and self._fusable else [own]
+            counts = (2 * as_is.lanes, as_is.lanes // 2) if lanes and self._path < 2 else ()
+            return [as_is, *(replace(as_is, lanes=count) for count in counts if count)]
+        groups = (replace(as_is, images=2 * as_is.images), replace(as_is, images=4 * as_is.images))
+        return [as_is, *groups, replace(as_is, fuse=False)] if fuse and self._fusable else [as_is]
 
     def arrange(self, arrangement: Arrangement) -> None:
         """From here on, every round so."""
@@ -196,18 +197,15 @@ class CohortEngine:
 
     def _fitting(self, tasks: Sequence[Task], local: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""
-        most = self._most(local)
-        return [
-            part for task in tasks for part in grouped(task.members, most, task.together, self._max_users)
-        ]
+        most, users = self._most(local), self._max_users
+        return [part for task in tasks for part in grouped(task.members, most, task.together, users)]
 
     def _most(self, local: LocalTraining) -> int:
         """Images of a group, as far as is known."""
-        if local.form not in self._max_images:
-            self._max_images[local.form] = group_size(
-                self._model, local, len(self.lanes), self.arrangement.images
-            )
-        return self._max_images[local.form]
+        known = self._max_images
+        if local.form not in known:
+            known[local.form] = group_size(self._model, local, len(self.lanes), self.arrangement.images)
+        return known[local.form]
 
     def train(
         self,
@@ -227,15 +225,14 @@ class CohortEngine:
         members = [member for task in tasks for member in task.members]
         self._refresh()
         with ieee_float32(self._device):
-            if self.on_gpu and local.form not in self._rehearsed:
-                for member in [m for m in members if m.num_images][:1]:
-                    sample = next(self._reading.batches(dataset.read(member), local))
-                    self._rehearse(sample, local, scaling, self.lanes)
-            fitting = self._fitting(tasks, local)
+            read = (self._reading.batches(dataset.read(m), local) for m in members if m.num_images)
+            self._rehearse(chain.from_iterable(read), local, scaling, self.lanes)
+            work = partial(
+                self._work, dataset=dataset, local=local, weight_of=weight_of, scaling=scaling, rule=rule
+            )
             # a round is a function of its number: it can be begun again
-            while not self._has_run(fitting, scaling, dataset, local, weight_of, rule):
+            while not self._has_run(fitting := self._fitting(tasks, local), scaling, work):
                 self._shrink(local, any(task.together for task in fitting))
-                fitting = self._fitting(tasks, local)
         if self.readers.after(len(self.lanes) * (time.perf_counter() - begin)):
             print(
                 f"waiting for images: {self.readers.threads} reader threads for each lane from now on",
@@ -263,9 +260,11 @@ class CohortEngine:
         return total
 
     def _rehearse(
-        self, sample: Batch, local: LocalTraining, scaling: ScalesUpdates | None, lanes: Sequence[Lane]
+        self, samples: Iterable[Batch], local: LocalTraining, scaling: ScalesUpdates | None, lanes: list[Lane]
     ) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
+        if not self.on_gpu or local.form in self._rehearsed or (sample := next(iter(samples), None)) is None:
+            return
         self._rehearsed = {local.form}
         print(f"recording training steps as CUDA graphs, for {len(lanes)} lanes", file=sys.stderr)
         for count, lane in enumerate(lanes):
@@ -303,12 +302,11 @@ class CohortEngine:
         self.arrangement = replace(self.arrangement, lanes=count)
         keep(self.lanes, count)
 
-    def _has_run(self, tasks: Sequence[Task], scaling: ScalesUpdates | None, *job: Any) -> bool:
-        """Train all these; whether memory was enough."""
+    def _has_run(self, tasks: Sequence[Task], scaling: ScalesUpdates | None, work: Work) -> bool:
+        """Do this work on all these; whether memory was enough."""
         for lane in self.lanes:
             lane.clear(scaling)
-        planned = plan(tasks, len(self.lanes), widen=not self.on_gpu)
-        faults = self._pool.run(self.lanes, planned, lambda lane, mine: self._work(lane, mine, scaling, *job))
+        faults = self._pool.run(self.lanes, plan(tasks, len(self.lanes), widen=not self.on_gpu), work)
         for fault in faults:
             if not is_out_of_memory(fault):
                 raise fault
@@ -318,10 +316,10 @@ class CohortEngine:
         self,
         lane: Lane,
         tasks: Sequence[Task],
-        scaling: ScalesUpdates | None,
         dataset: FederatedImageDataset,
         local: LocalTraining,
         weight_of: Callable[[Member], float],
+        scaling: ScalesUpdates | None,
         rule: Rule,
     ) -> None:
         """Train these one after another."""
@@ -391,8 +389,7 @@ class CohortEngine:
         self._refresh()
         batches = list(self._reading.batches(dataset, local))
         with ieee_float32(self._device):
-            if self.on_gpu and batches and local.form not in self._rehearsed:
-                self._rehearse(batches[0], local, None, self.lanes[:1])
+            self._rehearse(batches, local, None, self.lanes[:1])
             with lane.working():
                 lane.train(batches, local)
                 update = lane.update()

@@ -194,7 +194,7 @@ class Steps:
         local: LocalTraining,
         first: bool,
         source: Tensor,
-        own: ShortWeights,
+        becomes: ShortWeights,
         velocity: Tensor | None,
         rate: Tensor | None,
     ) -> None:
@@ -204,12 +204,12 @@ class Steps:
             gradients: by variable.
             first: whether it is a user's first step, before which ``velocity`` has no meaning.
             source: ``[P]``, the weights at which the gradients are.
-            own: becomes the weights after the step, in both types.
+            becomes: becomes the weights after the step, in both types.
             velocity: ``[P]``, of momentum.
             rate: what the learning rate is multiplied by, of no dimensions.
         """
         flat = [_in_order(g, *form) for g, form in zip(gradients, self._forms)]
-        parts = [[g for g, own in zip(flat, self._short) if own is kind] for kind in (True, False)]
+        parts = [[g for g, becomes in zip(flat, self._short) if becomes is kind] for kind in (True, False)]
         short, full = (torch.cat(part) if part else source for part in parts)
         clip, together = local.clipping != "none", local.clipping == "global"
         grid = (self._blocks,)
@@ -227,9 +227,9 @@ class Steps:
             self._rates[local.factors] if local.factors else self._factors,
             self._factors if rate is None else rate,
             source,
-            own.weights,
-            own.weights if own.short is None else own.short,
-            own.weights if velocity is None else velocity,
+            becomes.weights,
+            becomes.weights if becomes.short is None else becomes.short,
+            becomes.weights if velocity is None else velocity,
             local.learning_rate,
             local.momentum,
             local.weight_decay,
@@ -240,7 +240,7 @@ class Steps:
             first,
             bool(local.factors),
             rate is not None,
-            own.short is not None,
+            becomes.short is not None,
             BLOCK,
         )
 

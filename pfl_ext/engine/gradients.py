@@ -112,7 +112,7 @@ class Weight(Gradient):
     x: Tensor
     e: Tensor
     users: Users
-    _own: dict[int, Tensor] = field(default_factory=dict)
+    _computed: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def _positions(self) -> int:
@@ -163,8 +163,8 @@ class Weight(Gradient):
             explicit = list(range(len(self.users)))
         for user in explicit:
             span = self.users.spans[user]
-            self._own[user] = self._gradient(self.x[span], self.e[span]).float()
-            found[user] = squared_norm(self._own[user])
+            self._computed[user] = self._gradient(self.x[span], self.e[span]).float()
+            found[user] = squared_norm(self._computed[user])
         return found
 
     def _gram_norms(self) -> tuple[Tensor, Tensor]:
@@ -222,15 +222,15 @@ class Weight(Gradient):
         """Add computed gradients one by one, and the others in one dense product in float32."""
         on_cpu = total.device.type == "cpu"
         factors = coefficients.to(self.e.device, torch.float32)
-        for user, gradient in self._own.items():
+        for user, gradient in self._computed.items():
             if on_cpu:
                 total.add_(gradient, alpha=float(factors[user]))
             else:
                 total.add_(gradient * factors[user])
-        if len(self._own) == len(self.users):
+        if len(self._computed) == len(self.users):
             return
-        if self._own:
-            factors[list(self._own)] = 0
+        if self._computed:
+            factors[list(self._computed)] = 0
         c = self.users.per_image(factors)
         if self.by_gram:
             signals = self._signals() * c.repeat_interleave(self._positions)[:, None]
@@ -250,8 +250,8 @@ class Weight(Gradient):
         for user in users:
             self.x[self.users.spans[user]] = 0
             self.e[self.users.spans[user]] = 0
-            if user in self._own:
-                self._own[user].zero_()
+            if user in self._computed:
+                self._computed[user].zero_()
 
 
 def _single_norms(columns: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,8 +60,8 @@ class Lane:
         self._moments: Moments | None = None  # of Adam
         self._corrections: list[Tensor] = []  # for the next user, by variable
         self.besides: dict[str, Tensor] = {}  # sum of what users send besides updates
-        self._own = first.like(copy.deepcopy(central), layout, self._local)
-        self._central, self._module = central, self._own.module
+        self._moved = first.like(copy.deepcopy(central), layout, self._local)
+        self._central, self._module = central, self._moved.module
         self._starts, self._weights = layout.views(self._start), layout.views(self._local)
         self._rooms, self._places = self._rooms_of()
         self._steps = steps_for(layout, first.are_short) if kernels else None
@@ -82,10 +82,10 @@ class Lane:
         both = zip(trained(self._central), trained(self._module))
         layers = self._module.modules() if self._once else ()
         ids = {id(layer.weight) for layer in layers if isinstance(layer, Linear)}
-        for place, (central, own) in enumerate(both):
-            if id(own) in ids:
-                places[place] = Room(torch.empty_like(own, requires_grad=False))
-                rooms[id(central)] = rooms[id(own)] = places[place]
+        for place, (central, parameter) in enumerate(both):
+            if id(parameter) in ids:
+                places[place] = Room(torch.empty_like(parameter, requires_grad=False))
+                rooms[id(central)] = rooms[id(parameter)] = places[place]
         return rooms, places
 
     def _written(self) -> list[Tensor]:
@@ -209,17 +209,17 @@ class Lane:
 
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
-        used = self._first if first else self._own
+        used = self._first if first else self._moved
         gradients = self._gradients(used.module, batch, local, stepping=True)
         if any(room.done for room in self._places.values()):
             self._descend(gradients, local, first)
         elif self._steps is None or not self._steps.know(local):
             self._step_by_variable([gradient.float() for gradient in gradients], local, first)
-            self._own.refresh()
+            self._moved.refresh()
         else:
             rate = self._rate if self._rate_is_read(local) else None
             velocity = self._velocity if local.momentum else None
-            self._steps.step(gradients, local, first, used.weights, self._own, velocity, rate)
+            self._steps.step(gradients, local, first, used.weights, self._moved, velocity, rate)
 
     def _step_by_variable(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> None:
         with torch.no_grad():
@@ -314,4 +314,4 @@ class Lane:
     def update(self) -> dict[str, Tensor]:
         """The update of the user just trained, by name, as views that the next user overwrites."""
         self._local.sub_(self._start)
-        return dict(zip(self.layout.names, self._weights))
+        return self.added()

@@ -45,27 +45,20 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     layer is used twice or mixes images. Then users are trained one by one. What one image has on the tape is
     compared with its gradient in a pass without the other: the bound of private training is for that.
     """
-    names = [n for n, p in model.backbone.named_parameters() if p.requires_grad]
+    names, parameters = zip(*((n, p) for n, p in model.backbone.named_parameters() if p.requires_grad))
     device = model.mean.device
     shape = (2, *model.input_shape)
     steps = torch.arange(math.prod(shape), device=device, dtype=torch.float32)
     x = torch.sin(steps * 0.37).view(shape)
     x = x.contiguous(memory_format=model.memory_format)
-    found: dict[str, Gradient] = {}
-    twice: list[str] = []
-
-    def on_gradient(name: str, gradient: Gradient) -> None:
-        if name in found:
-            twice.append(name)
-        found[name] = gradient
-
+    taped: list[tuple[str, Gradient]] = []
     users = Users((0, 1, 2), device)
     weights = torch.tensor([0.25, 0.75], device=device)
-    parameters = [p for p in model.backbone.parameters() if p.requires_grad]
     with nothing_zero(model.backbone), contextlib.suppress(RuntimeError):
-        net.run(x, _image_losses, users, weights, on_gradient, contextlib.nullcontext())
-        if twice or set(found) != set(names):
+        net.run(x, _image_losses, users, weights, lambda *pair: taped.append(pair), contextlib.nullcontext())
+        if sorted(name for name, _ in taped) != sorted(names):
             return False
+        found = dict(taped)
         errors, sizes = torch.zeros(2, len(names), dtype=torch.float64)
         for user, only in enumerate(torch.eye(2, dtype=torch.float64, device=device)):
             with torch.enable_grad():

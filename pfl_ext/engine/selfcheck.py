@@ -57,8 +57,8 @@ def fingerprint(*words: Any) -> str:
     These sums depend on all code of pfl_ext, the user's own modules (`FL_IMPORT`), the GPU with its driver
     and CUDA, and the versions of `LIBRARIES`.
     """
-    own = [Path(module.__file__).read_bytes() for module in own_modules() if module.__file__]
-    code = code_digest(ROOT), hashlib.sha256(b"".join(own)).hexdigest()
+    contents = [Path(module.__file__).read_bytes() for module in own_modules() if module.__file__]
+    code = code_digest(ROOT), hashlib.sha256(b"".join(contents)).hexdigest()
     gpu = None
     if torch.cuda.is_available():
         driver = DRIVER.read_bytes() if DRIVER.is_file() else b""
@@ -162,9 +162,7 @@ class SelfCheck:
         for number in range(len(PATHS)):
             if any(failure["path"] == number for failure in failures):
                 continue
-            write_kept(
-                place, {"trying": number, "failures": failures, "by": [socket.gethostname(), os.getpid()]}
-            )
+            write_kept(place, {"trying": number, "failures": failures, "by": this_process()})
             deviation, why = self._tried(number, limit, ours, expected)
             if why is None:
                 break
@@ -191,7 +189,7 @@ class SelfCheck:
             try:
                 deviation = distance(ours(number), expected)
             except Exception as fault:  # devices, compilers and torch raise many types
-                why = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
+                why = cause(fault)
                 self._traceback = traceback.format_exc()
                 end_if_dead(why)
                 return None, why
@@ -279,6 +277,11 @@ class CheckOnCpu(SelfCheck):
         return number
 
 
+def cause(fault: Exception) -> str:
+    """An error in one line."""
+    return f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
+
+
 def end_if_dead(why: str) -> None:
     """Exit if the GPU refuses all further work of this process, as it does after an illegal access.
 
@@ -292,6 +295,11 @@ def end_if_dead(why: str) -> None:
     except RuntimeError as fault:
         print(f"engine: {why}; start the same command again, which does not use it", file=sys.stderr)
         raise SystemExit(AGAIN) from fault
+
+
+def this_process() -> list[str | int]:
+    """The machine and the number of this process, for the ``by`` of an attempt."""
+    return [socket.gethostname(), os.getpid()]
 
 
 def is_alive(attempt: Mapping[str, Any]) -> bool:

@@ -65,8 +65,8 @@ class ShortWeights:
         """``model`` itself, or a copy that shares with it what is not trained."""
         are_short = [False] * len(layout.names) if dtype is None else converted_once(model, dtype)
         if any(are_short):
-            own = {id(parameter) for parameter in trained(model)}
-            shared = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in own]
+            in_training = {id(parameter) for parameter in trained(model)}
+            shared = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in in_training]
             model = copy.deepcopy(model, {id(t): t for t in shared})
         return ShortWeights(model, layout, weights, dtype, are_short)
 

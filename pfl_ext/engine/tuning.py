@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +23,16 @@ from dataset.files import write_json
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.plan import Arrangement, dealt
-from pfl_ext.engine.selfcheck import end_if_dead, fingerprint, is_alive, kept_folder, read_kept, write_kept
+from pfl_ext.engine.selfcheck import (
+    cause,
+    end_if_dead,
+    fingerprint,
+    is_alive,
+    kept_folder,
+    read_kept,
+    this_process,
+    write_kept,
+)
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.privacy.central import ScalesUpdates
 from pfl_ext.processor import processor_model
@@ -93,7 +100,7 @@ class Tuner:
         kept: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._own = None if folder is None else folder / CHOICE
+        self._choice = None if folder is None else folder / CHOICE
         self._settings, self._kept, self._clock = settings, kept or kept_folder(), clock
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: there was nothing to choose."""
@@ -115,14 +122,14 @@ class Tuner:
         earlier = from_main(self._earlier(engine, place))
         if earlier:
             source, seconds = earlier["source"], earlier.get("seconds", [])
-            found, own = arrangement_in(earlier) or engine.arrangement, engine.arrangement
-            found = replace(found, fuse=own.fuse) if engine.on_gpu else replace(found, lanes=own.lanes)
+            found, as_is = arrangement_in(earlier) or engine.arrangement, engine.arrangement
+            found = replace(found, fuse=as_is.fuse) if engine.on_gpu else replace(found, lanes=as_is.lanes)
         else:
             times = self._times(engine, job, place)
-            own, *others = times
-            worst = (times[own] or math.inf) * GAIN
-            found = min(others, key=lambda c: times[c] or math.inf, default=own)
-            found = found if (times[found] or math.inf) < worst else own
+            as_is, *others = times
+            worst = (times[as_is] or math.inf) * GAIN
+            found = min(others, key=lambda c: times[c] or math.inf, default=as_is)
+            found = found if (times[found] or math.inf) < worst else as_is
             seconds = [{**asdict(c), "seconds": None if s is None else round(s, 4)} for c, s in times.items()]
             source = "timed" if others else "as it was, since passes are too short or too long to compare"
         engine.arrange(found)
@@ -130,13 +137,13 @@ class Tuner:
         if is_main():
             if source == "timed":
                 write_kept(place, self.outcome)
-            if self._own is not None and source != AS_BEGUN:
-                write_json(self._own, self.outcome)
+            if self._choice is not None and source != AS_BEGUN:
+                write_json(self._choice, self.outcome)
             print(f"engine: {found} on {device}, {source}", file=sys.stderr)
 
     def _earlier(self, engine: CohortEngine, place: Path) -> dict[str, Any]:
         """What an earlier start chose, with its ``source``; empty if none did."""
-        began = {} if self._own is None else read_kept(self._own)
+        began = {} if self._choice is None else read_kept(self._choice)
         if arrangement_in(began) is not None:
             return {**began, "source": AS_BEGUN}
         known = read_kept(place)
@@ -156,21 +163,21 @@ class Tuner:
         try:
             while True:
                 some = job.some(number)
-                own = self._time(engine, engine.arrangement, some)
+                seconds = self._time(engine, engine.arrangement, some)
                 attempts += 1
-                if own is None and attempts < ATTEMPTS:
+                if seconds is None and attempts < ATTEMPTS:
                     continue  # with the fewer lanes that a worker has kept
-                if own is None or own >= SHORT * workers or number >= len(job.members):
+                if seconds is None or seconds >= SHORT * workers or number >= len(job.members):
                     break
                 number *= 4
-            times: Timed = {engine.arrangement: own}
-            if own is not None and own < SHORT * workers:
+            times: Timed = {engine.arrangement: seconds}
+            if seconds is not None and seconds < SHORT * workers:
                 return times
             for words in from_main([asdict(choice) for choice in engine.arrangements()[1:]]):
                 if from_main(self._clock() - begin) > SECONDS:
                     break
                 if is_main():
-                    write_kept(place, {"trying": words, "by": [socket.gethostname(), os.getpid()]})
+                    write_kept(place, {"trying": words, "by": this_process()})
                 choice = Arrangement(**words)
                 times[choice] = self._time(engine, choice, some)
         except SystemExit:  # of a device that refuses all further work: the note stays
@@ -198,7 +205,7 @@ class Tuner:
             if engine.arrangement.lanes < choice.lanes:
                 why = "the device has no memory for so many lanes"
         except RuntimeError as fault:
-            why = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
+            why = cause(fault)
             end_if_dead(why)
         if why:
             print(f"engine: {choice} is no choice here: {why}", file=sys.stderr)

@@ -124,7 +124,7 @@ def gaussian_delta(epsilon: npt.ArrayLike, mu: float) -> FloatArray:
         mu: above 0.
 
     Returns:
-        Of the same shape, between 0 and 1.
+        An array of the same shape, between 0 and 1.
     """
     at = np.asarray(epsilon, np.float64)
     kept = np.exp(log_ndtr(mu / 2 - at / mu))
@@ -151,7 +151,7 @@ def without_replacement_delta(epsilon: npt.ArrayLike, noise_multiplier: float, s
         share: q, the cohort over the population, above 0 and at most 1.
 
     Returns:
-        Of the same shape, between 0 and 1.
+        An array of the same shape, between 0 and 1.
     """
     at = np.asarray(epsilon, np.float64)
     inner = np.log1p(np.expm1(np.abs(at)) / share)

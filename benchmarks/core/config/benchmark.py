@@ -250,9 +250,9 @@ class Benchmark(Generic[C_co]):
             return name
         path = self.path(name.lower())
         shipped = self._merged(self._layers(read_yaml(path), str(path))).get("federated", {})
-        own = shipped.get("algorithm", self.default_config.federated.algorithm)
+        usual = shipped.get("algorithm", self.default_config.federated.algorithm)
         algorithm = config.federated.algorithm
-        return name if algorithm == own else f"{name}{joint}{algorithm}"
+        return name if algorithm == usual else f"{name}{joint}{algorithm}"
 
     def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:
         """Why each key or section without effect has none; of the runtime too, where one is given."""

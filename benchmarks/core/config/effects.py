@@ -258,7 +258,7 @@ def check_training(config: TrainingConfig) -> None:
             "of each image: set augment.views to none, or model.channel_norm to group"
         )
     config.augment.check(config.model.input_size)
-    federated, central = config.federated, config.centralised
+    central = config.centralised
     rates = (config.local, config.server, central)
     if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):
         raise ValueError(
@@ -275,31 +275,35 @@ def check_training(config: TrainingConfig) -> None:
         rate, head = central.learning_rate, central.head_rate_factor
         central.check_schedule("centralised", rate, central.num_epochs, head)
         central.check_warmup()
-    if config.mode == "federated":
-        local, server, rounds = config.local, config.server, federated.num_rounds
-        local.check_schedule("local", config.local_learning_rate, rounds, local.head_rate_factor)
-        server.check_schedule("server", server.learning_rate, rounds, server.head_rate_factor)
-        config.server.rate(0, federated.num_rounds)  # refuses a warm-up that is too long
-        weighting_unread = "federated.weighting" in federated.chosen.idle.split() or counts_alike(config)
-        by_images = federated.weighting == "images" and not weighting_unread
-        config.local.check_virtual(by_images)
-        proportional = federated.sampling == "proportional"
-        refusals = federated.chosen.refusals
-        refuse(refusals, replacement=federated.replacement, proportional=proportional)
-        if proportional and by_images:
-            raise ValueError(
-                "federated.sampling is proportional and federated.weighting is images, so a user's number of "
-                "images would count twice: set federated.weighting to users"
-            )
-        if config.devices is not None:
-            config.devices.check_epochs(local.num_epochs, federated.replacement)
-        check_updates(config)
-        if federated.chosen.only_last and config.evaluation.best_by != "last":
-            raise ValueError(
-                f"evaluation.best_by is {config.evaluation.best_by}, but federated.algorithm "
-                f"{federated.name} has a model for all users only after the last round: set "
-                "evaluation.best_by to last"
-            )
+    else:
+        _check_federated(config)
+
+
+def _check_federated(config: TrainingConfig) -> None:
+    federated, local, server = config.federated, config.local, config.server
+    rounds = federated.num_rounds
+    local.check_schedule("local", config.local_learning_rate, rounds, local.head_rate_factor)
+    server.check_schedule("server", server.learning_rate, rounds, server.head_rate_factor)
+    server.rate(0, rounds)  # refuses a warm-up that is too long
+    weighting_unread = "federated.weighting" in federated.chosen.idle.split() or counts_alike(config)
+    by_images = federated.weighting == "images" and not weighting_unread
+    local.check_virtual(by_images)
+    proportional = federated.sampling == "proportional"
+    refuse(federated.chosen.refusals, replacement=federated.replacement, proportional=proportional)
+    if proportional and by_images:
+        raise ValueError(
+            "federated.sampling is proportional and federated.weighting is images, so a user's number of "
+            "images would count twice: set federated.weighting to users"
+        )
+    if config.devices is not None:
+        config.devices.check_epochs(local.num_epochs, federated.replacement)
+    check_updates(config)
+    if federated.chosen.only_last and config.evaluation.best_by != "last":
+        raise ValueError(
+            f"evaluation.best_by is {config.evaluation.best_by}, but federated.algorithm "
+            f"{federated.name} has a model for all users only after the last round: set "
+            "evaluation.best_by to last"
+        )
 
 
 def _check_average(config: TrainingConfig) -> None:

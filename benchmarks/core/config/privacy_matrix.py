@@ -348,9 +348,9 @@ def rules_of_all(kinds: Sequence[type[TrainingConfig]]) -> dict[str, Rule]:
         benchmark = kind.__module__.removeprefix("benchmarks.").removesuffix(".config")
         for key, rule in kind.privacy_rules.items():
             by_key[key][benchmark] = rule
-    for key, own in by_key.items():
-        alike = all(rule == next(iter(own.values())) for rule in own.values())
-        rules |= {key if alike else f"{key} of {benchmark}": rule for benchmark, rule in own.items()}
+    for key, by_benchmark in by_key.items():
+        alike = all(rule == next(iter(by_benchmark.values())) for rule in by_benchmark.values())
+        rules |= {key if alike else f"{key} of {benchmark}": rule for benchmark, rule in by_benchmark.items()}
     return rules
 
 

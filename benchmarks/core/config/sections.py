@@ -85,9 +85,9 @@ class ChoosingSection:
         known = [] if isinstance(self, kind) else [item.name for item in fields(kind)]
         for key in self.options or {}:
             if key not in known:
-                keys, own = ", ".join(known) or f"none under {where}", where.replace("options", key)
-                read = key in {item.name for item in fields(self)} and own not in self.chosen.idle.split()
-                what = f"set {own}" if read else "remove it"
+                keys, instead = ", ".join(known) or f"none under {where}", where.replace("options", key)
+                read = key in {item.name for item in fields(self)} and instead not in self.chosen.idle.split()
+                what = f"set {instead}" if read else "remove it"
                 raise ValueError(f"{where}.{key} is not an option of {self.name}, which has {keys}: {what}")
         options: Any = build(kind, self.options or {}, self.name, f"{where}.")
         object.__setattr__(self, "options", asdict(options) if known else None)
@@ -239,22 +239,25 @@ class EvaluationConfig(AveragingConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
-class PrivacySection(PrivacyConfig):
+class NoiseSeed:
+    """Whether the noise of a private run is secret."""
+
+    noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
+    """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class PrivacySection(NoiseSeed, PrivacyConfig):
     """Central differential privacy. Any of these keys turns it on; ``--privacy none`` turns it off."""
 
     noise: Annotated[Noise, by_today("privacy.noise")] = "calibrated"
-    noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
-    """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
     release: Literal["full", "public"] = field(default="full", metadata=REPETITION)
     """What is written and tracked. full: also exact figures, for research; public: what privacy covers."""
 
 
 @dataclass(frozen=True, config=STRICT)
-class LocalPrivacySection(LocalPrivacyConfig):
+class LocalPrivacySection(NoiseSeed, LocalPrivacyConfig):
     """Local differential privacy: noise on each update, on its device; ``--local_privacy none``: off."""
-
-    noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
-    """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -304,6 +307,11 @@ class TrainingConfig:
     def num_steps(self) -> int:
         """How many rounds or epochs the run has."""
         return self.federated.num_rounds if self.mode == "federated" else self.centralised.num_epochs
+
+    @property
+    def every(self) -> int:
+        """Steps between two scores of val."""
+        return self.evaluation.every_rounds if self.mode == "federated" else self.evaluation.every_epochs
 
     @property
     def keys(self) -> bool:

@@ -71,13 +71,13 @@ def check_updates(config: TrainingConfig) -> None:
     _check_enough(config)
 
 
-def _check_taken(config: TrainingConfig, given: str, without: str, section: str) -> None:
+def _check_taken(config: TrainingConfig, setting: str, without: str, section: str) -> None:
     """Refuse an algorithm that has no rule for a section."""
     federated = config.federated
     if section not in federated.chosen.takes:
         others = [other for other in ALGORITHMS.names() if section in ALGORITHMS[other].takes]
         raise ValueError(
-            f"{given}, but federated.algorithm {federated.name} does not support it: set {without}, or "
+            f"{setting}, but federated.algorithm {federated.name} does not support it: set {without}, or "
             f"choose {' or '.join(others)}"
         )
 

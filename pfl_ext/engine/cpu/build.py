@@ -108,16 +108,16 @@ def _built(program: str, folder: Path, name: str) -> Path:
     """Compile the library."""
     print("compiling layers for this processor: about ten seconds, only once", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        made = Path(place) / "made.so"
-        command = [program, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
+        compiled = Path(place) / "made.so"
+        command = [program, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(compiled)]
         done = _run([*command, THREADED])
         if done.returncode:
             done = _run(command)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
             raise Unavailable(f"{program} failed: {(lines or ['no reason given'])[0][:200]}")
-        path = folder / f"{name}-{_checksum(made)}.so"
-        os.replace(made, path)
+        path = folder / f"{name}-{_checksum(compiled)}.so"
+        os.replace(compiled, path)
     return path
 
 

@@ -108,9 +108,9 @@ def _of_small_networks(
         (weight, both, (0, 0)),
         (weight, both, (1, 1)),
     ):
-        given, shift = (x if kernel is weight else images), scale[: len(kernel)]
+        inputs, shift = (x if kernel is weight else images), scale[: len(kernel)]
         with torch.enable_grad():
-            leaves = [t.clone().requires_grad_() for t in (given, kernel, shift)]
+            leaves = [t.clone().requires_grad_() for t in (inputs, kernel, shift)]
             y = F.conv2d(leaves[0], leaves[1], leaves[2], padding=padding)
             y = y.relu() if after.relu else y
             y = F.max_pool2d(y, 2) if after.pool else y
@@ -118,10 +118,10 @@ def _of_small_networks(
             gradients = torch.autograd.grad(y, leaves, error)
         if kernel.shape[0] == 5 or after.pool:
             computed = few_channels if kernel.shape[0] == 5 else pooled
-            out, laid = computed(kernels, given, kernel, shift, padding, after)
+            out, laid = computed(kernels, inputs, kernel, shift, padding, after)
             theirs = few_channels_backward(kernels, error, kernel, padding, after, laid, (True, True))
         else:
-            out, padded = first(kernels, given, kernel, shift, padding, relu=True)
+            out, padded = first(kernels, inputs, kernel, shift, padding, relu=True)
             theirs = None, *first_backward(kernels, padded, error, out, kernel, relu=True)
         found += [out, *theirs]
         expected += [y, *gradients]

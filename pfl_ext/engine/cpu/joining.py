@@ -80,11 +80,7 @@ def joined(
             added = next(node for node in after[0].all_input_nodes if node is not norm)
             after = [after[0], *after[0].users]
         if len(after) == 1 + (added is not None) and kind(after[-1]) in RELUS:
-            with graph.inserting_before(after[-1]):
-                call = graph.call_module(str(norm.target), norm.args, {"relu": True, "added": added})
-            after[-1].replace_all_uses_with(call)
-            for node in (*after[::-1], norm):
-                graph.erase_node(node)
+            _join(graph, [norm, *after], {"relu": True, "added": added})
             found = True
     for convolution in [node for node in graph.nodes if node.op == "call_module"]:
         other = None if kind(convolution) is convolutions else pooled(layers[str(convolution.target)])
@@ -102,23 +98,25 @@ def joined(
         if len(nodes) > 1 and (other is None or does["pool"]):
             if other is not None:
                 network.set_submodule(str(convolution.target), other)
-            with graph.inserting_before(nodes[-1]):
-                call = graph.call_module(str(convolution.target), convolution.args, does)
-            nodes[-1].replace_all_uses_with(call)
-            for node in nodes[::-1]:
+            for node in nodes:
                 if kind(node) is nn.MaxPool2d:
                     network.set_submodule(str(node.target), Pooled())
-                graph.erase_node(node)
+            _join(graph, nodes, does)
             found = True
     for layer in [node for node in graph.nodes if kind(node) is linear]:
         if len(layer.users) == 1 and kind(following := next(iter(layer.users))) in RELUS:
-            with graph.inserting_before(following):
-                call = graph.call_module(str(layer.target), layer.args, {"relu": True})
-            following.replace_all_uses_with(call)
-            graph.erase_node(following)
-            graph.erase_node(layer)
+            _join(graph, [layer, following], {"relu": True})
             found = True
     return Joined(network, graph) if found else network
+
+
+def _join(graph: fx.Graph, nodes: list[fx.Node], does: dict[str, Any]) -> None:
+    """Put a call of the first node's layer, which ``does`` what the others do, into the place of all."""
+    with graph.inserting_before(nodes[-1]):
+        call = graph.call_module(str(nodes[0].target), nodes[0].args, does)
+    nodes[-1].replace_all_uses_with(call)
+    for node in nodes[::-1]:
+        graph.erase_node(node)
 
 
 def _pools(node: fx.Node, layers: dict[str, nn.Module]) -> bool:

@@ -96,39 +96,35 @@ class CpuLayers(NamedTuple):
         network.to(memory_format=torch.channels_last)
         normed = any(isinstance(m, nn.GroupNorm | FrozenStatisticsBatchNorm2d) for m in network.modules())
         for name, layer in list(network.named_modules()):
-            kind = kind_of(layer)
-            dense = self._dense(layer)
-            if dense is not None:
-                if layer is network:
-                    return dense
-                network.set_submodule(name, dense)
-                continue
-            if kind is None or self.row.way(kind).by != "compiled" or not compilable(layer):
-                continue
             # a norm would convert the images to channels-last memory again
-            if few(layer) and (normed or side > LARGEST_SIDE):
+            compiled = self._compiled(layer, narrow=not normed and side <= LARGEST_SIDE)
+            if compiled is None:
                 continue
-            multiplied = self.row.way(kind).format
-            made: nn.Module
-            if isinstance(layer, nn.GroupNorm):
-                made = GroupNorm(layer, self.kernels, multiplied)
-            elif depthwise(layer):
-                made = Depthwise(layer, self.kernels)
-            elif few(layer):  # by torch in bfloat16
-                made = FewChannels(layer, self.kernels)
-            else:
-                made = Convolution(layer, self.kernels, multiplied)
             if layer is network:
-                return made
-            network.set_submodule(name, made)
+                return compiled
+            network.set_submodule(name, compiled)
         return joined(network, GroupNorm, FewChannels, Linear, self._pooled)
 
-    def _dense(self, layer: nn.Module) -> nn.Module | None:
+    def _compiled(self, layer: nn.Module, narrow: bool) -> nn.Module | None:
+        """The module for a layer; None: it stays. ``narrow``: whether `FewChannels` may be taken."""
         if type(layer) is KeyedDropout:
             return Dropout(layer, self.kernels)
-        if type(layer) is nn.Linear and self.row.way("linear").by == "compiled":
+        kind = kind_of(layer)
+        if kind is None or self.row.way(kind).by != "compiled":
+            return None
+        if type(layer) is nn.Linear:
             return Linear(layer, self.kernels)
-        return None
+        if not compilable(layer):
+            return None
+        multiplied = self.row.way(kind).format
+        if isinstance(layer, nn.GroupNorm):
+            return GroupNorm(layer, self.kernels, multiplied)
+        if depthwise(layer):
+            return Depthwise(layer, self.kernels)
+        if few(layer):  # by torch in bfloat16
+            return FewChannels(layer, self.kernels) if narrow else None
+        assert isinstance(layer, nn.Conv2d)
+        return Convolution(layer, self.kernels, multiplied)
 
     def _pooled(self, layer: nn.Module) -> nn.Module | None:
         """The replacement of a convolution whose outputs are pooled; None if it stays as it is."""

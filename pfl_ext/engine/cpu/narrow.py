@@ -90,11 +90,8 @@ def few_channels_backward(
     sizes = (n, len(e), c, h, w, k, high, wide, after.relu)
     steps = (*images.stride()[:3], *e_laid.stride()[:3])
     kernels.call("few_channels_backward", tensors, *sizes, *steps)
-    dw = None if both is None else both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2)
-    if dx is not None:
-        (top, left), dx = padding, dx.permute(3, 0, 1, 2)[: len(e)]
-        dx = dx[:, :, top : h - top, left : w - left]
-    return dx, dw, None if both is None else both[-k:]
+    dx = None if dx is None else _inner(dx.permute(3, 0, 1, 2)[: len(e)], padding)
+    return dx, *((None, None) if both is None else _divided(both, weight))
 
 
 def lay_out(kernels: CpuKernels, x: Tensor, top: int = 0, left: int = 0) -> Tensor:
@@ -134,7 +131,7 @@ def first_backward(
     e, (n, h, w, c), (k, _, high, wide) = last(e), images.shape, weight.shape
     both = torch.zeros(weight.numel() + k)
     kernels.call("first_gradients", (images, e, out, both), n, h, w, c, k, high, wide, relu)
-    return both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2), both[-k:]
+    return _divided(both, weight)
 
 
 def pooled(
@@ -185,12 +182,20 @@ def _pooled_backward(
     dx = torch.empty_like(images) if wanted[0] else None
     sizes = (n, h, w, c, k, high, wide, *e.stride(), *places.stride())
     kernels.call("pooled_gradients", (images, e, places, weight, dx, both), *sizes)
-    if dx is not None:
-        (top, left), dx = padding, dx.permute(0, 3, 1, 2)
-        dx = dx[:, :, top : h - top, left : w - left]
-    if both is None:
-        return dx, None, None
-    return dx, both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2), both[-k:]
+    dx = None if dx is None else _inner(dx.permute(0, 3, 1, 2), padding)
+    return dx, *((None, None) if both is None else _divided(both, weight))
+
+
+def _divided(both: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of weights and of bias, which a kernel writes one after the other."""
+    k, c, high, wide = weight.shape
+    return both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2), both[-k:]
+
+
+def _inner(x: Tensor, padding: tuple[int, int]) -> Tensor:
+    """Padded images without their padding."""
+    (top, left), (h, w) = padding, x.shape[2:]
+    return x[:, :, top : h - top, left : w - left]
 
 
 def _padded(x: Tensor, top: int, left: int) -> Tensor:

@@ -83,7 +83,7 @@ class Models(Trace):
     def step_done(self, step: int, values: Mapping[str, Any], state: Any) -> None:
         super().step_done(step, values, state)
         algorithm: Any = self.checkpoints.algorithm
-        weights = [state.weights(cluster) for cluster in range(len(state.own))]
+        weights = [state.weights(cluster) for cluster in range(len(state.separate))]
         models = [vector(algorithm.clients.model(each).pytorch_model) for each in weights]
         self.models = [*getattr(self, "models", []), np.stack(models)]
         self.lines = [*getattr(self, "lines", []), dict(values)]

@@ -146,7 +146,7 @@ def test_users_of_one_group_whose_positions_cancel_or_do_not_add_what_each_adds_
     x, e = torch.cat([g.x for g in alone]), torch.cat([g.e for g in alone])
     together = Weight(layer, x, e, Users(starts, x.device))
     found = added(together, layer.weight.shape, len(lefts), bound)
-    assert 0 < len(together._own) < len(lefts), "both ways are meant to be tried"
+    assert 0 < len(together._computed) < len(lefts), "both ways are meant to be tried"
     expected = sum(added(g, layer.weight.shape, 1, bound).vector.double() for g in alone)
     assert length(found.vector.double() - expected) <= 2**-12 * bound * len(lefts)
 
