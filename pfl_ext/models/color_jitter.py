@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data.transforms import KEY_BITS
-from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.models.dropout import OF_COLOR_JITTER, drawn, keys_in
 
-STREAM = (1 << 20) + 3
-"""Number of the stream of draws; see `pfl_ext.models.cutout.STREAM`."""
 CONTRAST, SATURATION = 1, 2  # brightness is 0
 
 
@@ -35,7 +33,7 @@ def jittered(pixels: Tensor, crops: Tensor | None, strength: float) -> Tensor:
     keys = keys_in(crops)
     if keys is None:
         return pixels
-    draws = drawn(keys, STREAM, 4)
+    draws = drawn(keys, OF_COLOR_JITTER, 4)
     factors = 1 + strength * (draws[:, :3].float() / (1 << KEY_BITS - 1) - 1)
     order = draws[:, 3] * 6 >> KEY_BITS
     first, turn = order % 3, order // 3

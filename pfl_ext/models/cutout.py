@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data.transforms import KEY_BITS
-from pfl_ext.models.dropout import drawn, keys_in
-
-STREAM = (1 << 20) + 2
-"""Number of the stream of draws; those of dropout's layers and of detectors are lower."""
+from pfl_ext.models.dropout import OF_CUTOUT, drawn, keys_in
 
 
 def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
@@ -32,7 +29,7 @@ def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
     keys = keys_in(crops)
     if keys is None:
         return x
-    low = (drawn(keys, STREAM, 2) * x.shape[2] >> KEY_BITS) - side // 2
+    low = (drawn(keys, OF_CUTOUT, 2) * x.shape[2] >> KEY_BITS) - side // 2
     return with_zeros(x, low, low + side)
 
 

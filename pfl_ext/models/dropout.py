@@ -29,6 +29,10 @@ _ELEMENTS = (nn.Dropout,)
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPPING = (nn.modules.dropout._DropoutNd, StochasticDepth)
 """The types of modules that `KeyedDropout` replaces, or that are left out."""
+OF_ANCHORS, OF_PROPOSALS, OF_CUTOUT, OF_COLOR_JITTER, OF_RANDOM_ERASING, OF_RAND_AUGMENT = (
+    (1 << 20) + number for number in range(6)
+)
+"""Numbers of draws for other things than dropout (`drawn`); a layer's number is below all of them."""
 _LEFT_OUT = "dropout_left_out"
 """Attribute of a layer of attention whose own dropout is left out."""
 # David Stafford's "Mix13" constants of the SplitMix64 finaliser, and its increment, as signed integers

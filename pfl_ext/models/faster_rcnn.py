@@ -24,7 +24,7 @@ from torchvision.ops import MultiScaleRoIAlign, batched_nms
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
 from pfl_ext.models.decoders import Architecture, Decoder, targets_of_images
-from pfl_ext.models.dropout import draws_of_images, keys_of_images
+from pfl_ext.models.dropout import OF_ANCHORS, OF_PROPOSALS, draws_of_images, keys_of_images
 from pfl_ext.models.encoders import FORMS
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.box_coding import PLAIN, clipped, decoded, objects
@@ -56,8 +56,6 @@ POOLED = 7
 """Rows and columns to which a proposal's part of a map is resized."""
 WIDE, NARROW = (256, 1024), (96, 256)
 """Channels of the maps, and units of the second stage: torchvision's, and for small networks."""
-OF_ANCHORS, OF_PROPOSALS = 1 << 20, (1 << 20) + 1
-"""Numbers of the streams of draws; those of dropout's layers are lower."""
 
 
 class FasterRCNN(Decoder):

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data.transforms import KEY_BITS
-from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.models.dropout import OF_RAND_AUGMENT, drawn, keys_in
 
-STREAM = (1 << 20) + 5
-"""Number of the stream of draws; see `pfl_ext.models.cutout.STREAM`."""
 DRAWN = 2
 """Operations of an image, one after the other; the same may be drawn twice."""
 STRONGEST = 30
@@ -46,7 +44,7 @@ def rand_augmented(pixels: Tensor, crops: Tensor | None, magnitude: int) -> Tens
     if keys is None:
         return pixels
     choices = operations(magnitude, pixels.shape[2])
-    draws = drawn(keys, STREAM, DRAWN)
+    draws = drawn(keys, OF_RAND_AUGMENT, DRAWN)
     levels = (pixels * 255).round_().to(torch.uint8)
     for chosen in (draws * len(choices) >> KEY_BITS).unbind(1):
         for number in sorted(set(chosen.tolist())):

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.models.cutout import with_zeros
-from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.models.dropout import OF_RANDOM_ERASING, drawn, keys_in
 
-STREAM = (1 << 20) + 4
-"""Number of the stream of draws; see `pfl_ext.models.cutout.STREAM`."""
 AREA = (0.02, 0.33)  # share of the image's area
 RATIO = (0.3, 3.3)  # height : width
 TRIES = 10
@@ -39,7 +37,7 @@ def erased(x: Tensor, crops: Tensor | None, probability: float) -> Tensor:
     if keys is None:
         return x
     # in float64, so that no processor's rounding moves an edge
-    draws = drawn(keys, STREAM, 3 + 2 * TRIES).double() / (1 << KEY_BITS)
+    draws = drawn(keys, OF_RANDOM_ERASING, 3 + 2 * TRIES).double() / (1 << KEY_BITS)
     whether, place, area, ratio = draws.tensor_split((1, 3, 3 + TRIES), 1)
     size, (low, high) = x.shape[2], map(math.log, RATIO)
     area = size**2 * (AREA[0] + area * (AREA[1] - AREA[0]))

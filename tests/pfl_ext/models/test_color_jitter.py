@@ -13,8 +13,8 @@ from torchvision.transforms import v2
 
 from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.models.color_jitter import STREAM, jittered
-from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.models.color_jitter import jittered
+from pfl_ext.models.dropout import OF_COLOR_JITTER, drawn, keys_in
 from pfl_ext.models.image_changes import ImageChanges
 from pfl_ext.tasks.segmentation import Segmentation
 from tests.pfl_ext.models.test_cutout import crops_of
@@ -31,7 +31,7 @@ def draws_of(crops: Tensor) -> list[list[int]]:
     """The whole numbers of 24 bits of each image: three of its factors, and that of the order."""
     keys = keys_in(crops)
     assert keys is not None
-    return drawn(keys, STREAM, 4).tolist()
+    return drawn(keys, OF_COLOR_JITTER, 4).tolist()
 
 
 @pytest.mark.parametrize("strength", [0.1, 0.4, 1.0])

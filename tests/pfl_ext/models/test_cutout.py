@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data.transforms import draw_crops, draw_keys
-from pfl_ext.models.cutout import STREAM, cut_out
+from pfl_ext.models.cutout import cut_out
+from pfl_ext.models.dropout import OF_CUTOUT
 
 WORD = 2**64
 
@@ -33,7 +34,7 @@ def expected(x: npt.NDArray[Any], crops: npt.NDArray[Any], side: int) -> npt.NDA
     out, size = x.copy(), x.shape[2]
     for image, crop in zip(out, crops):
         key = (int(crop[6]) << 24) + int(crop[7])
-        stream = splitmix((splitmix(key) + STREAM) % WORD)
+        stream = splitmix((splitmix(key) + OF_CUTOUT) % WORD)
         top, left = (
             (splitmix((stream + unit * 0x9E3779B97F4A7C15) % WORD) >> 40) * size // 2**24 - side // 2
             for unit in (0, 1)

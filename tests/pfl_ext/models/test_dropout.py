@@ -16,7 +16,19 @@ from pfl_ext.data.transforms import draw_crops, draw_keys
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.dropout import KeyedDropout, count_left_out, dropping, keyed, mixed
+from pfl_ext.models.dropout import (
+    OF_ANCHORS,
+    OF_COLOR_JITTER,
+    OF_CUTOUT,
+    OF_PROPOSALS,
+    OF_RAND_AUGMENT,
+    OF_RANDOM_ERASING,
+    KeyedDropout,
+    count_left_out,
+    dropping,
+    keyed,
+    mixed,
+)
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, drawn, rounding_of, without_noise
@@ -49,6 +61,12 @@ def test_the_mix_is_splitmix64s() -> None:
         4593380528125082431,
         16408922859458223821,
     ]
+
+
+def test_other_draws_have_numbers_of_their_own_above_all_layers() -> None:
+    """They stay what they are: a run that is begun again draws by them."""
+    numbers = OF_ANCHORS, OF_PROPOSALS, OF_CUTOUT, OF_COLOR_JITTER, OF_RANDOM_ERASING, OF_RAND_AUGMENT
+    assert numbers == (1_048_576, 1_048_577, 1_048_578, 1_048_579, 1_048_580, 1_048_581)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.25, 0.5, 0.9])

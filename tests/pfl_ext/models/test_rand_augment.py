@@ -11,8 +11,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from pfl_ext.data.transforms import KEY_BITS
-from pfl_ext.models.dropout import drawn, keys_in
-from pfl_ext.models.rand_augment import DRAWN, STREAM, STRONGEST, operations, rand_augmented
+from pfl_ext.models.dropout import OF_RAND_AUGMENT, drawn, keys_in
+from pfl_ext.models.rand_augment import DRAWN, STRONGEST, operations, rand_augmented
 from tests.pfl_ext.models.test_cutout import crops_of
 
 CHOICES = 28
@@ -24,7 +24,8 @@ def choices_of(crops: Tensor) -> list[list[int]]:
     """For each image the numbers of its operations: twice torchvision's, and one more on the other side."""
     keys = keys_in(crops)
     assert keys is not None
-    return [[draw * CHOICES >> KEY_BITS for draw in draws] for draws in drawn(keys, STREAM, DRAWN).tolist()]
+    rows = drawn(keys, OF_RAND_AUGMENT, DRAWN).tolist()
+    return [[draw * CHOICES >> KEY_BITS for draw in row] for row in rows]
 
 
 def by_torchvision(image: Tensor, choices: list[int], magnitude: int) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torchvision.transforms import RandomErasing
 
 from pfl_ext.data.transforms import KEY_BITS
-from pfl_ext.models.dropout import drawn, keys_in
-from pfl_ext.models.random_erasing import AREA, RATIO, STREAM, TRIES, erased
+from pfl_ext.models.dropout import OF_RANDOM_ERASING, drawn, keys_in
+from pfl_ext.models.random_erasing import AREA, RATIO, TRIES, erased
 from tests.pfl_ext.models.test_cutout import crops_of
 
 
@@ -37,7 +37,7 @@ def test_the_rectangle_is_what_the_draws_say(size: int, probability: float) -> N
     keys = keys_in(crops)
     assert keys is not None
     expected = x.clone()
-    for image, draws in zip(expected, drawn(keys, STREAM, 3 + 2 * TRIES).tolist()):
+    for image, draws in zip(expected, drawn(keys, OF_RANDOM_ERASING, 3 + 2 * TRIES).tolist()):
         tall, wide = rectangle([draw / 2**KEY_BITS for draw in draws], size, probability)
         image[:, tall, wide] = 0
     assert torch.equal(erased(x, crops, probability), expected)
