@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import benchmarks as benchmarks  # before numpy and torch: it sets what their libraries read at their start
 from dataset.store.probe import _dies_of as REAL_DIES_OF
 from tests import warm
 from tests.campaigns.probe_server import ProbeServer
