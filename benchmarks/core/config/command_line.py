@@ -16,7 +16,7 @@ import inspect
 import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from textwrap import dedent
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -128,6 +128,7 @@ def describe(kind: Any) -> None:
             describe(section)
 
 
+@cache
 def _docstrings(kind: type) -> dict[str, str]:
     """The docstrings of the fields in a class itself; none where its source is not known, as in Jupyter."""
     try:
