@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Unknown fields, infinities and NaN are refused."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A number of at least 0 and below 1."""

@@ -133,7 +133,8 @@ class Trial:
         private = None if self.weighting is None else self.weighting[1]
         bound = None if private is None else (type(private).__name__, private.clipping_bound)
         key = fingerprint(repr(self.model.pytorch_model), self.local.form, bound)
-        number = check.path(key, self.ours, self.theirs, self.exact, len(self.members))
+        exact = None if self.model.amp_context is None else self.exact
+        number = check.path(key, self.ours, self.theirs, exact, len(self.members))
         if get_ops().distributed.world_size > 1:
             flags = torch.zeros(len(PATHS) + 1)
             flags[number] = 1

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from _pytest.unraisableexception import gc_collect_iterations_key
 
+import benchmarks as benchmarks  # before numpy and torch: it sets what their libraries read at their start
 from dataset.store.probe import _dies_of as REAL_DIES_OF
 from tests import warm
 from tests.campaigns.probe_server import ProbeServer
@@ -59,7 +61,12 @@ def real_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist's workers share one server (`warm`), which ends with the process that they ended with."""
+    """xdist's workers share one server (`warm`), which ends with the process that they ended with.
+
+    At the end pytest collects garbage five times, for other interpreters. CPython's first collection finds
+    all of it, and each takes half a second and more.
+    """
+    config.stash[gc_collect_iterations_key] = 1
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ[warm.SERVER] = warm.server(fresh_environment())
 

@@ -62,7 +62,8 @@ def fresh_environment(**more: str) -> dict[str, str]:
         "PFL_",
         "KMP_DUPLICATE_LIB_OK",  # set by sklearn, as is the next
         "KMP_INIT_AT_FORK",
-        "GOMP_SPINCOUNT",  # set by benchmarks, whose processes set it themselves
+        "GOMP_SPINCOUNT",  # set by benchmarks, whose processes set it themselves, as is the next
+        "OPENBLAS_NUM_THREADS",
     )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}

@@ -49,7 +49,10 @@ MODULES = (
     "horovod.runner.launch",
 )
 """What the server imports; without Horovod, all but its modules."""
-READ_AT_START = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "DNNL_", "CUDA_")
+READ_AT_START = (
+    *("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+    *("ATEN_", "ONEDNN_", "DNNL_", "CUDA_"),
+)
 """How variables begin that Python, torch or its libraries read once: a forked process would ignore them."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 LOST_SERVER = 70
@@ -204,8 +207,10 @@ def serve(address: str) -> None:
                 if missing.name != "horovod":
                     raise
         from benchmarks.flair.config import parse
+        from benchmarks.flair.paper import variant
 
-        parse([])  # imports all that a config may name: algorithms, networks, data sets
+        config = parse([]).config  # imports all that a config may name: algorithms, networks, data sets
+        variant(config)  # parses the shipped settings, half of the time of a small run
         name_methods_by_frames()
         os.fsync = os.fstat  # type: ignore[assignment]  # as in the tests' own processes
         gc.freeze()  # a collection in a new process would copy all that the processes share

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -136,36 +137,37 @@ def variant(config: Config) -> Variant:
     return min(candidates, key=lambda candidate: len(candidate.differences))
 
 
-def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...]:
-    """Why a run's numbers cannot be held against the paper's row of its setting; empty where they can.
+def reasons_against(config: Config, results: Tree, data: Tree) -> Iterator[str]:
+    """Why a run's numbers cannot be held against the paper's row of its setting; nothing where they can.
+
+    Whoever asks only whether there is a reason has an answer at the first. What a config differs in is a late
+    one, as it takes a while: all shipped settings are parsed for it.
 
     Args:
         config: the run's.
         results: its results.json.
         data: the facts of its data file; empty where they are not known.
     """
-    described = variant(config)
-    out = []
     if not data:
         released = config.privacy is not None and config.privacy.release == "public"
         why = "a public release does not describe the data" if released else "the data file cannot be opened"
-        out.append(f"{why}, so it is not known whether it is FLAIR")
+        yield f"{why}, so it is not known whether it is FLAIR"
     elif not is_flair(data):
-        out.append("the data set is not FLAIR")
+        yield "the data set is not FLAIR"
         labels = len(results["per_class_ap"])
         expected = 17 if config.data.taxonomy == "labels" else 1628
         if labels != expected:
-            out.append(f"{labels:,} labels for {expected:,}")
+            yield f"{labels:,} labels for {expected:,}"
     if config.local_privacy is not None:
-        out.append("local differential privacy, of which the paper has no row")
+        yield "local differential privacy, of which the paper has no row"
+    described = variant(config)
     if described.scale is not None:
-        out.append(f"scale {described.scale}")
+        yield f"scale {described.scale}"
     if described.essential:
-        out.append(described.reason)
+        yield described.reason
     weights, network = results.get("weights"), FLAIR.default_config.model.arch
     origin = (weights.get("description") or weights["file"]) if weights else "not recorded"
     if config.model.pretrained and config.model.arch != network:
-        out.append(f"another network, {config.model.arch} ({origin}), where the paper has {network}")
+        yield f"another network, {config.model.arch} ({origin}), where the paper has {network}"
     elif config.model.pretrained and not from_torchvision(weights):
-        out.append(f"weights are not torchvision's ImageNet ones ({origin})")
-    return tuple(out)
+        yield f"weights are not torchvision's ImageNet ones ({origin})"

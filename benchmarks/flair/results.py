@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def write_users(
     return {"per_user": summary, "clients": groups}
 
 
-def _reasons_against(config: Config, results: Tree) -> tuple[str, ...]:
+def _reasons_against(config: Config, results: Tree) -> Iterator[str]:
     return paper.reasons_against(config, results, results.get("data", {}))
 
 
@@ -175,7 +175,7 @@ def draw(config: Config, results: Tree, title: str, folder: Path) -> None:
     """AP of each class, beside the paper's where the run can be compared with it."""
     from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
 
-    theirs = {} if _reasons_against(config, results) else paper.per_class(results["setting"])
+    theirs = {} if any(_reasons_against(config, results)) else paper.per_class(results["setting"])
     ap, prevalence = results["per_class_ap"], results["prevalence"].values()
     path = folder / "per_class_ap.png"
     plots.per_class_bars(list(ap), list(ap.values()), list(prevalence), theirs, title, path)
@@ -191,7 +191,7 @@ def final_rows(config: Config, results: Tree) -> dict[str, Mapping[str, float]]:
         "test, last model": for_people(results["last"]["test"]),
     }
     theirs = paper.row(results["setting"])
-    if theirs and not _reasons_against(config, results):
+    if theirs and not any(_reasons_against(config, results)):
         rows["test, FLAIR paper"] = theirs
     return rows
 
@@ -203,6 +203,6 @@ def show(config: Config, results: Tree) -> None:
     print(f"{shown('C-AP')} of guessing (mean label prevalence on test): {guess:.1f}")
     if absent := classes_without_positives(results):
         print(absent)
-    reasons = _reasons_against(config, results)
-    if paper.row(results["setting"]) and reasons:
+    reasons = tuple(_reasons_against(config, results)) if paper.row(results["setting"]) else ()
+    if reasons:
         print(f"not comparable with the paper's {results['setting']}: {'; '.join(reasons)}")

@@ -203,7 +203,7 @@ def make_rows(records: Sequence[RunRecord]) -> list[Row]:
     rows = []
     for runs in by_experiment(records):
         first = runs[0]
-        reasons = reasons_against(first.config, first.outcome, first.data)
+        reasons = tuple(reasons_against(first.config, first.outcome, first.data))
         rows.append(Row(variant(first.config), first.data_key, runs, reasons))
     names = [name for row in paper.settings() for name in (row, row.replace("PFL-", LOCAL))]
     order = {name: place for place, name in enumerate(names)}

@@ -92,15 +92,15 @@ def distance(ours: Sums, theirs: Sums) -> float:
     return float((gap / size.clamp(min=1e-60)).sqrt())
 
 
-def allowed(expected: Sums, exact: Callable[[], Sums], limit: float = LIMIT) -> float:
+def allowed(expected: Sums, exact: Callable[[], Sums] | None, limit: float = LIMIT) -> float:
     """The largest distance from pfl's sum that rounding explains.
 
     Args:
         expected: the sum by pfl's loop.
-        exact: computes pfl's sum in float32.
+        exact: computes pfl's sum in float32; None: ``expected`` is in float32.
         limit: `LIMIT` or `CPU_LIMIT`.
     """
-    return limit + 2 * distance(expected, exact())
+    return limit if exact is None else limit + 2 * distance(expected, exact())
 
 
 class SelfCheck:
@@ -135,7 +135,7 @@ class SelfCheck:
         key: str,
         ours: Callable[[int], Sums],
         theirs: Callable[[], Sums],
-        exact: Callable[[], Sums],
+        exact: Callable[[], Sums] | None,
         users: int,
     ) -> int:
         """The index in `PATHS` of the first path that passes, or ``len(PATHS)`` if none does.
@@ -143,7 +143,8 @@ class SelfCheck:
         Args:
             key: the key of the kept outcome.
             ours: computes the sum by the path of an index.
-            theirs: computes the sum by pfl's loop; ``exact`` does so in float32.
+            theirs: computes the sum by pfl's loop.
+            exact: does so in float32; None: ``theirs`` does.
             users: the number of users that are trained, for the printed line.
         """
         place = self._kept / f"engine-check-{key}-{torch.cuda.current_device()}.json"
@@ -261,7 +262,7 @@ class CheckOnCpu(SelfCheck):
         key: str,
         ours: Callable[[int], Sums],
         theirs: Callable[[], Sums],
-        exact: Callable[[], Sums],
+        exact: Callable[[], Sums] | None,
         users: int,
     ) -> int:
         """0, or ``len(PATHS)`` if the engine's sum differs from that of pfl's loop."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from pfl_ext.data.federated_dataset import Member
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.selfcheck import CPU_LIMIT, PATHS, CheckOnCpu, SelfCheck
+from pfl_ext.engine_trial import Sent, Trial
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, private
 from tests.pfl_ext.samplings import local_sampling
 
@@ -27,12 +29,34 @@ def test_an_engine_that_computes_what_pfls_loop_does_is_relied_on(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bfloat16_may_be_as_far_off_as_pfls_own() -> None:
+@pytest.fixture
+def by_pfl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The users that pfl's loop trains for a comparison."""
+    trained, sent = list[int](), Trial._sent
+
+    def noted(self: Trial, member: Member) -> Sent:
+        trained.append(member.user)
+        return sent(self, member)
+
+    monkeypatch.setattr(Trial, "_sent", noted)
+    return trained
+
+
+def test_bfloat16_may_be_as_far_off_as_pfls_own(by_pfl: list[int]) -> None:
     check = CheckOnCpu()
     Setting(SIZES, amp=torch.bfloat16, check=check).run(True)
     assert check.outcome is not None
     assert check.outcome["path"] == 0
     assert CPU_LIMIT < check.outcome["limit"] < 0.5
+    assert len(by_pfl) == 6, "in bfloat16, and in float32"
+
+
+def test_pfls_loop_trains_once_what_is_in_float32_already(by_pfl: list[int]) -> None:
+    check = CheckOnCpu()
+    Setting(SIZES, check=check).run(True)
+    assert check.outcome is not None
+    assert check.outcome["limit"] == CPU_LIMIT
+    assert len(by_pfl) == len(set(by_pfl)) == 3
 
 
 def biases_of_no_effect() -> nn.Module:

@@ -133,6 +133,9 @@ def without_feedback(kind: str) -> CompressionSection:
     return CompressionSection(kind=kind, options={"error_feedback": False} if has_feedback else None)
 
 
+FLAIR_KEYS = {key for key, *_ in fields(FLAIR.kind)}
+
+
 def run_of(section: str, key: str, value: Any) -> AnyRun:
     name, _, rest = key.partition(".")
     if name == "runtime":
@@ -141,7 +144,7 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
         devices = DevicesConfig()
         object.__setattr__(devices, rest, value)  # by itself, without the keys that it needs
         return Run(dataclasses.replace(private(section), devices=devices), Runtime())
-    kind = FLAIR.kind if key in {k for k, *_ in fields(FLAIR.kind)} else VISION.kind
+    kind = FLAIR.kind if key in FLAIR_KEYS else VISION.kind
     if key == "compression.kind":
         config = dataclasses.replace(private(section, kind), compression=without_feedback(value))
         return Run(config, Runtime())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.doctor import child, findings, trial
+from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.engine.graphs import StepGraphs
 from pfl_ext.engine.lane import Lane
 from tests.card import REAL, card
@@ -26,8 +28,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(*stages: str, seconds: float = 60.0) -> list[dict[str, Any]]:
-    """What the stages find."""
-    with card(free=80 * 10**9):
+    """What the stages find; none of them trains a cohort."""
+    with card(free=80 * 10**9), mock.patch.object(CentrallyEvaluatedBackend, "_train_cohort", None):
         return [event for event in child.events(list(stages), seconds) if event["event"] == "found"]
 
 

@@ -40,16 +40,22 @@ OWN, TWICE, FOUR, ALONE = (
 
 
 class Timed:
-    """A clock that only training moves on, by these seconds an arrangement; what was tried, in order."""
+    """A clock that only training moves on, by these seconds an arrangement; what was tried, in order.
 
-    def __init__(self, patch: pytest.MonkeyPatch, seconds: dict[Arrangement, float]) -> None:
+    Users who are timed are trained only if ``trains``: what comes of it is looked at nowhere.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, seconds: dict[Arrangement, float], trains: bool = False
+    ) -> None:
         self.now, self.tried = 0.0, list[Arrangement]()
         train = CohortEngine.train
 
         def watched(engine: CohortEngine, *job: Any) -> Any:
             self.tried.append(engine.arrangement)
             self.now += seconds[engine.arrangement]
-            return train(engine, *job)
+            is_timed = engine.readers.held
+            return train(engine, *job) if trains or not is_timed else None
 
         patch.setattr(CohortEngine, "train", watched)
 
@@ -77,9 +83,10 @@ def tuned(
     folder: Path,
     seconds: dict[Arrangement, float],
     sizes: list[int] = SIZES,
+    trains: bool = False,
     **more: Any,
 ) -> Any:
-    clock = Timed(patch, seconds)
+    clock = Timed(patch, seconds, trains)
     tuner = Tuner(folder, kept=folder / "kept", clock=clock.clock)
     update, *_ = Setting(sizes, tuner=tuner, **more).run(True)
     patch.undo()
@@ -91,7 +98,7 @@ def test_the_fastest_is_taken_and_trains_the_same(
     best: Arrangement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0) | {best: 1.0}
-    outcome, tried, update = tuned(monkeypatch, tmp_path, seconds)
+    outcome, tried, update = tuned(monkeypatch, tmp_path, seconds, trains=True)
     assert asdict(best).items() <= outcome.items()
     assert [s["seconds"] for s in outcome["seconds"]] == [seconds[c] for c in (OWN, TWICE, FOUR, ALONE)]
     assert tried[-1] == best
@@ -321,9 +328,8 @@ def test_a_card_gets_another_number_of_lanes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Lane, "__init__", counted)
     gc.collect()
     with card():
-        outcome, *_ = tuned(
-            monkeypatch, tmp_path, seconds, [1, 2, 1, 1], sampling=local_sampling(input_size=10, batch_size=1)
-        )
+        sampling = local_sampling(input_size=10, batch_size=1)
+        outcome, *_ = tuned(monkeypatch, tmp_path, seconds, [1, 2, 1, 1], trains=True, sampling=sampling)
     assert (outcome["lanes"], outcome["fuse"], outcome["device"]) == (1, False, "H200 that is not there")
     assert [s["lanes"] for s in outcome["seconds"]] == [2, 4, 1]
     assert most == 4, "lanes that are given up leave their memory before others are made"
