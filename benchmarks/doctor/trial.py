@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
@@ -118,6 +117,17 @@ class _Checked(Exception):
     """Ends a round after the engine's check: no more is asked here than what the check compares."""
 
 
+class _OnCard(SelfCheck):
+    def path(self, *words: Any, **named: Any) -> int:
+        """Compare, and end the round."""
+        super().path(*words, **named)
+        raise _Checked
+
+
+class _OnCpu(_OnCard, CheckOnCpu):
+    pass
+
+
 def compared(case: Case, file: DataFile, seconds: float) -> dict[str, Any]:
     """What the engine's check finds before the first cohort of a case."""
     begin = time.monotonic()
@@ -125,18 +135,12 @@ def compared(case: Case, file: DataFile, seconds: float) -> dict[str, Any]:
         engine = training.engine
         assert engine is not None
         if engine.on_gpu:
-            check = SelfCheck(Path(folder), kept=Path(folder), seconds=seconds)
+            check = _OnCard(Path(folder), kept=Path(folder), seconds=seconds)
         else:
-            check = CheckOnCpu()
-        find_path = check.path
-
-        def path(*words: Any) -> int:
-            find_path(*words)
-            raise _Checked
-
+            check = _OnCpu()
         training = replace(training, check=check)
         algorithm = parse(list(WORDS)).config.federated.chosen.start(training)
-        with mock.patch.object(check, "path", path), suppress(_Checked):
+        with suppress(_Checked):
             algorithm.round(algorithm.init(0), 0)
         outcome = check.outcome
         assert outcome is not None, "it knows this training"
