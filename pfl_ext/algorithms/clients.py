@@ -30,7 +30,7 @@ from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.evaluation import autocast_of
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.privacy.central import is_private
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted, refuse
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 from pfl_ext.stage import Stage
 from pfl_ext.workers.distributed import apart, begin_work, current
 
@@ -111,7 +111,11 @@ class Clients:
         before: Sequence[Stage] = (),
     ) -> None:
         assert trainer is None or (loss is None and gradient is None)
-        refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, context.postprocessors)))
+        if any(map(is_private, context.postprocessors)):
+            raise ValueError(
+                "federated.algorithm trains its users by Clients, whose sums no privacy mechanism bounds: "
+                "choose fedavg or another algorithm on pfl's loop, such as one with a Rule of your own"
+            )
         if loss is not None or gradient is not None:
             trainer = OwnSteps(context, loss, gradient or steepest)
         self._context, self._algorithm = context, FederatedAveraging() if trainer is None else trainer

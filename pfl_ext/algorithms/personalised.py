@@ -110,6 +110,11 @@ class Personalised(ServerModelAlgorithm):
         """Names of the variables whose updates are sent, here all that are trained."""
         return trained_names(module)
 
+    @classmethod
+    def keeps_parts(cls, options: Any) -> bool:
+        """Where a class says which variables are shared, others are not."""
+        return cls.shared_names.__func__ is not Personalised.shared_names.__func__
+
     @abstractmethod
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
         """Train one user in a round.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.compare.__main__ import main as compare
@@ -192,4 +193,8 @@ def test_a_run_of_rotation_is_compared_and_predicted_as_it_is(
     out = tmp_path / "predictions.csv"
     asked = ["--split=test", f"--output={out}", f"--data_path={folder / 'images.hdf5'}"]
     assert run(predict, [str(folder / "rotation"), *asked]) == 0
-    assert len(out.read_text().splitlines()) > 1
+    head, first, *_ = out.read_text(encoding="utf-8").splitlines()
+    assert head == "user,image,truth,turn", "an angle is no label, and its estimate no probability"
+    truth, estimate = map(float, first.split(",")[2:])
+    assert 0 < abs(truth) <= 1
+    assert np.isfinite(estimate)
