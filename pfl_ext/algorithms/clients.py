@@ -56,19 +56,28 @@ and a batch's images, targets and crops, as `ImageClassifier.loss` takes them.""
 
 
 class OwnSteps:
-    """FedAvg's local training with another loss or gradient, in pfl's loop: no steps of the engine."""
+    """FedAvg's local training with another loss or gradient, in pfl's loop: no steps of the engine.
+
+    A subclass whose loss depends on the user, such as on its class counts, overrides `begin`.
+    """
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
 
-    def __init__(self, context: RunContext, loss: UserLoss | None, gradient: Gradient) -> None:
+    def __init__(
+        self, context: RunContext, loss: UserLoss | None = None, gradient: Gradient = steepest
+    ) -> None:
         self._loss, self._gradient = loss, gradient
         self.twin = CompiledTwin(context.model, context.kernels)
         self._steps = InPhases(self.twin)
+
+    def begin(self, user: UserImages) -> None:
+        """Is called before each user's training."""
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """See `Trainer`."""
+        self.begin(user_dataset)
         loss = None if self._loss is None else self._noted(self._loss, model)
         self._steps.phases = [Phase(list(model.variable_map), loss=loss, gradient=self._gradient)]
         return self._steps.simulate_one_user(model, user_dataset, central_context)

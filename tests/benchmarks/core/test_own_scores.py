@@ -187,6 +187,9 @@ def test_a_run_of_rotation_is_compared_and_predicted_as_it_is(
     assert "if it is of a benchmark of your own, set FL_IMPORT to the file of that" in said
     assert "make the run again" not in said
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("FL_IMPORT", "nothing_of_mine")
+    assert run(compare, [words[0], *words]) == 2
+    assert error_line(capsys).startswith("error: FL_IMPORT names nothing_of_mine, which cannot be imported")
     monkeypatch.setenv("FL_IMPORT", "tests.benchmarks.core.rotation")
     assert run(compare, words) == 0
     assert r"within a tenth on test (\%)" in (tmp_path / "out" / "table.tex").read_text()
