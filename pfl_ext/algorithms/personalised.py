@@ -113,7 +113,7 @@ class Personalised(ServerModelAlgorithm):
     @classmethod
     def keeps_parts(cls, options: Any) -> bool:
         """Where a class says which variables are shared, others are not."""
-        return cls.shared_names.__func__ is not Personalised.shared_names.__func__
+        return next(kind for kind in cls.__mro__ if "shared_names" in vars(kind)) is not Personalised
 
     @abstractmethod
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
