@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from benchmarks.predict import trained
-from tests.benchmarks.conftest import Train, killed_and_resumed
+from pfl_ext.algorithms.algorithm import ALGORITHMS
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.conftest import classes_file as classes_file
 from tests.benchmarks.conftest import mini_file as mini_file
+from tests.benchmarks.conftest import refused as refused
+from tests.benchmarks.conftest import train as train
 from tests.benchmarks.conftest import vision as vision
 from tests.benchmarks.run_files import lines
 from tests.test_extending import dropped as dropped
@@ -63,3 +66,19 @@ def test_a_users_margins_follow_from_its_own_images(dropped: None) -> None:
     steps.tau = 2.0
     steps.begin(SimpleNamespace(targets=torch.tensor([[0, 1.0, 0], [0, 0.5, 0], [3.0, 0, 0]])))
     torch.testing.assert_close(steps.margin, 2 * torch.tensor([1.0, 2.0, 1e-8]) ** -0.25)
+
+
+@pytest.mark.parametrize(
+    "section, argv",
+    [
+        ("compression", "--compression.kind=top_k"),
+        ("attack", "--attack.kind=boost"),
+        ("aggregation", "--aggregation.kind=median"),
+    ],
+)
+def test_what_an_algorithm_says_it_takes_and_leaves_out_is_refused(
+    section: str, argv: str, dropped: None, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ALGORITHMS["confident"], "takes", (section,))
+    said = f"federated.algorithm takes {section}, but does not apply it: give Clients the "
+    refused(said, "--federated.algorithm=confident", argv, "--model.arch=lenet")
