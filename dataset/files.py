@@ -240,14 +240,14 @@ def module_in_execution() -> str:
 
 def own_modules() -> list[ModuleType]:
     """The user's modules that the environment variable `OWN` names, imported from the current folder or the
-    path of modules; a name that ends in ``.py`` is the path of a file.
+    path of modules; a name with a slash or with ``.py`` is the path of a file, or of the folder of a package.
 
     Raises:
         ValueError: one line that names the module, if importing it raises anything, or if another module has
             the name of a file.
     """
     names = [name.strip() for name in os.environ.get(OWN, "").split(",") if name.strip()]
-    paths = [Path(name).absolute() if name.endswith(".py") else None for name in names]
+    paths = [Path(name).absolute() if name.endswith(".py") or os.sep in name else None for name in names]
     folders = [*(path.parent for path in paths if path), *([Path.cwd()] if names else [])]
     sys.path += [place for place in dict.fromkeys(map(str, folders)) if place not in sys.path]
     found = []
@@ -259,9 +259,11 @@ def own_modules() -> list[ModuleType]:
                 f"{OWN} names {name}, which cannot be imported{'' if path else ' from here or PYTHONPATH'} "
                 f"({type(fault).__name__}: {fault}): repair it, or unset {OWN}"
             ) from fault
-        place = getattr(found[-1], "__file__", None)
+        is_folder = path is not None and path.is_dir()
+        place = next(iter(getattr(found[-1], "__path__", ())), None) if is_folder else None
+        place = place or getattr(found[-1], "__file__", None)
         if path and not (place and path.exists() and Path(place).samefile(path)):
             raise ValueError(
-                f"{OWN} names {name}, but Python imports {place} under the name {path.stem}: rename your file"
+                f"{OWN} names {name}, but Python imports {place} under the name {path.stem}: rename yours"
             )
     return found

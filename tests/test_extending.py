@@ -20,7 +20,6 @@ import pfl_ext.models
 from benchmarks.core.config.digests import digest, experiment_digest
 from benchmarks.core.own_code import own_code
 from benchmarks.flair.config import parse
-from benchmarks.predict import trained
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.space import command_words, read_sweep
 from dataset.partitions.drawn import drawn
@@ -75,33 +74,6 @@ def test_a_new_algorithm_a_new_network_train_and_go_on(engine: str, dropped: Non
     plain = train(*argv[2:], "--server.optimizer=sgd", "--server.learning_rate=1", name="plain")
     assert results(plain)["model_sha256"] != results(whole)["model_sha256"]
     assert lines(plain)[1]["val"] == lines(whole)[1]["val"], "the first round has no momentum yet"
-
-
-def test_a_new_loss_of_users_trains_and_goes_on(
-    dropped: None, vision: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without its term it is FedAvg; with it the outputs have more entropy."""
-    argv = ("--federated.algorithm=confident", "--model.arch=lenet", "--local.num_epochs=3")
-    beta = "--federated.options.beta"
-    whole, _ = killed_and_resumed(vision, 1, *argv, f"{beta}=2")
-    said = "engine: pfl's own loop trains the users, because of the algorithm's own local steps\n"
-    assert said in capsys.readouterr().err
-    none, plain = vision(*argv, f"{beta}=0", name="none"), vision(*argv[1:], name="plain")
-    for ours, theirs in zip(lines(none), lines(plain), strict=True):
-        assert ours["tracked"]["loss"] == pytest.approx(theirs["tracked"]["loss"], rel=1e-4)
-        assert ours.get("train_loss") == pytest.approx(theirs.get("train_loss"), rel=1e-4)
-    assert lines(whole)[0]["train_loss"] < lines(none)[0]["train_loss"] - 1, (
-        "2 times the entropy is taken off"
-    )
-    pixels = torch.randint(0, 256, (64, 20, 20, 3), generator=torch.Generator().manual_seed(0)).to(
-        torch.uint8
-    )
-    entropy = []
-    for directory in (none, whole):
-        with torch.no_grad():
-            logs = trained(directory).network(pixels).log_softmax(1)
-        entropy.append(float(-(logs.exp() * logs).sum(1).mean()))
-    assert entropy[1] > entropy[0]
 
 
 def test_a_rule_with_a_loss_that_nothing_would_call_is_refused() -> None:

@@ -21,15 +21,17 @@ from benchmarks.reporting.runs import (
     read_run,
     split_duplicates,
 )
-from dataset.files import OWN
+from dataset.files import OWN, own_modules
 
 
 def compare(paths: Iterable[Path]) -> Comparison:
     """Read all runs at or below these paths.
 
     Raises:
-        ValueError: for a path without runs, and where none of the runs can be shown.
+        ValueError: for a path without runs, where none of the runs can be shown, and where a module of the
+            user's own cannot be imported.
     """
+    own_modules()  # what is wrong with one is said once, not for each run
     paths = list(paths)
     records: list[RunRecord] = []
     left_out: list[str] = []

@@ -303,7 +303,9 @@ def train_federated(
         with average.in_place():
             recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
 
-    first, state = recorder.restore(algorithm.init(config.seed))
+    state = algorithm.init(config.seed)
+    training.check_applied()
+    first, state = recorder.restore(state)
     if first == 0:
         average.add(0)
     for number in range(first, config.federated.num_rounds):

@@ -35,7 +35,17 @@ from benchmarks.core.execute import pfl_device
 from benchmarks.core.experiment import data_of, has_data_of
 from benchmarks.predict.personal import own_model
 from benchmarks.predict.trained import Trained, read_image, trained
-from benchmarks.predict.writing import Boxes, Masks, Shown, Table, Writer, check_table, mask_file, mask_places
+from benchmarks.predict.writing import (
+    Boxes,
+    Masks,
+    Shown,
+    Table,
+    Writer,
+    check_table,
+    mask_file,
+    mask_places,
+    numbers_of,
+)
 from dataset.arrays import IntArray
 from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
@@ -45,6 +55,8 @@ from dataset.journal import only_writer
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import Split
 from pfl_ext.algorithms.personal_parts import FILE
+from pfl_ext.data.federated_dataset import are_labels
+from pfl_ext.tasks.task import Task
 
 OF_RUN = (
     "config.yaml", "metrics.jsonl", "model.safetensors", "privacy.json", "results.json",
@@ -167,7 +179,8 @@ def _of_split(
     store: Any = model.on(file).split_of_file(name)
     rows_of_all = np.arange(int(store.user_offsets[-1])) if chosen is None else chosen
     owners = np.repeat(np.arange(len(store.user_ids)), np.diff(store.user_offsets))
-    of_labels = model.task.outputs == "image"
+    of_images = model.task.outputs == "image"
+    of_labels = of_images and are_labels(store.targets(rows_of_all[:256]))
     sizes = file.split(store.file_split).image_sizes if isinstance(store, Split) else None
     ids = [(store.user_ids[owners[row]], _image_id(file, store, row)) for row in rows_of_all.tolist()]
     places = mask_places([Path(*map(_file_name, pair)) for pair in ids])
@@ -180,7 +193,9 @@ def _of_split(
             shown = []
             for number, (row, target) in enumerate(zip(rows.tolist(), targets), first):
                 user, image = ids[number]
-                truth = names[np.flatnonzero(target)].tolist() if of_labels else None
+                truth = None
+                if of_images:
+                    truth = names[np.flatnonzero(target)].tolist() if of_labels else numbers_of(target)
                 height, width = images.shape[1:3] if sizes is None else sizes[store.file_rows[row]].tolist()
                 shown.append(Shown(image, places[number], (height, width), user, truth))
             yield shown, torch.from_numpy(images)
@@ -225,7 +240,8 @@ def _writer(
         if outputs == "boxes":
             writer: Writer = Boxes(file, [*zip(numbers, model.classes)], model.network.input_size)
         else:
-            writer = Table(file, model.classes, model.task.exclusive, of_users)
+            probable = type(model.task).predicted is not Task.predicted
+            writer = Table(file, model.classes, model.task.exclusive, of_users, probable)
         yield writer
         writer.close()
         output_file("--output", output, overwrite)  # another program may have written it meanwhile

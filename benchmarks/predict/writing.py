@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from torch import Tensor
 
@@ -34,7 +35,8 @@ class Shown:
         place: path of its mask in a folder, without the suffix.
         size: its height and width in pixels, to which predictions of places refer.
         user: whose it is; None for an image file.
-        truth: names of its labels in the data file, None where there are none.
+        truth: names of its labels in the data file, or the numbers that it has instead of labels; None where
+            there are none.
     """
 
     image: str
@@ -67,6 +69,11 @@ class Writer(ABC):
         """Write what is left; nothing, where `write` does all."""
 
 
+def numbers_of(values: npt.NDArray[Any]) -> list[str]:
+    """The numbers of one image as text."""
+    return [f"{value:.9g}" for value in values.ravel().tolist()]
+
+
 class Table(Writer):
     """CSV with a line for each image: its labels, the predicted ones, and each class's probability.
 
@@ -75,13 +82,16 @@ class Table(Writer):
         classes: K names.
         exclusive: whether an image has exactly one class; the predicted one is then the likeliest.
         of_users: whether images have users and labels.
+        probable: whether predictions are probabilities. Other numbers, as of a regression, predict no names.
     """
 
-    def __init__(self, output: IO[str], classes: Sequence[str], exclusive: bool, of_users: bool) -> None:
+    def __init__(
+        self, output: IO[str], classes: Sequence[str], exclusive: bool, of_users: bool, probable: bool
+    ) -> None:
         self._rows, self._of_users = csv.writer(output, lineterminator="\n"), of_users
-        self._classes, self._exclusive = np.array(classes), exclusive
+        self._classes, self._exclusive, self._probable = np.array(classes), exclusive, probable
         facts = ("user", "image", "truth") if of_users else ("image",)
-        self._rows.writerow([*facts, "predicted", *classes])
+        self._rows.writerow([*facts, *(["predicted"] if probable else []), *classes])
 
     def write(self, images: Sequence[Shown], predicted: Tensor) -> None:
         """Lines."""
@@ -89,8 +99,8 @@ class Table(Writer):
             chosen = [row.argmax()] if self._exclusive else np.flatnonzero(row >= PROBABLE)
             truth = SEPARATOR.join(shown.truth or ())
             facts = [shown.user, shown.image, truth] if self._of_users else [shown.image]
-            numbers = [f"{value:.9g}" for value in row.tolist()]
-            self._rows.writerow([*facts, SEPARATOR.join(self._classes[chosen]), *numbers])
+            names = [SEPARATOR.join(self._classes[chosen])] if self._probable else []
+            self._rows.writerow([*facts, *names, *numbers_of(row)])
 
 
 def check_table(images: Sequence[str], classes: Sequence[str], exclusive: bool) -> None:

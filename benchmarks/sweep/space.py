@@ -23,8 +23,9 @@ from pydantic.dataclasses import dataclass
 from benchmarks.console import train_commands
 from benchmarks.core.config.trees import Tree, build, read_yaml
 from benchmarks.core.experiment import Experiment
+from benchmarks.reporting.known import of_own_modules
 from benchmarks.sweep.parameter import MOST_VALUES, Parameter
-from dataset.files import imported
+from dataset.files import imported, own_modules
 from pfl_ext.configs import STRICT
 from pfl_ext.randomness import seed32
 from pfl_ext.tasks.score_kinds import LOSS, ScoreKinds
@@ -32,7 +33,7 @@ from pfl_ext.tasks.score_kinds import LOSS, ScoreKinds
 SWEEPS = {path.stem: path for path in sorted(Path(__file__).parents[1].glob("*/sweeps/*.yaml"))}
 """The shipped sweeps of all benchmarks."""
 TRAIN = re.compile(r"benchmarks(\.\w+)+\.train")
-"""How the module that a sweep's command runs is called: a benchmark's training."""
+"""How the module that a sweep's command runs is called: a training of this project's."""
 DEFAULT_PROGRAM = "benchmarks.flair.train"
 NOT_SWEPT = ("run_dir", "data_path", "weights", "extend", "resume")
 MOST_DRAWS = 50
@@ -104,12 +105,15 @@ class Sweep:
     @property
     def program_module(self) -> str:
         """The module that trains: the one of the command that is a benchmark's."""
-        return next(word for word in self.command if TRAIN.fullmatch(word))
+        return _programs(self.command)[0]
 
     @property
     def experiment(self) -> type[Experiment[Any]]:
         """What `program_module` trains."""
         found: type[Experiment[Any]] | None = getattr(imported(self.program_module), "EXPERIMENT", None)
+        for known in of_own_modules() if found is None else ():
+            if known.name == self.program_module:
+                return known.experiment()
         if found is None:
             raise ValueError(
                 f"{self.program_module} does not say what it trains: set EXPERIMENT there to your class"
@@ -201,10 +205,17 @@ def command_words(point: Tree) -> list[str]:
     return [f"--{name}={value}" for name, value in point.items()]
 
 
+def _programs(command: Sequence[str]) -> list[str]:
+    """The modules that a command runs and that train: a benchmark's of this project, or the user's own."""
+    own = {module.__name__ for module in own_modules()}
+    run = [word for option, word in itertools.pairwise(command) if option == "-m"]
+    return [word for word in run if TRAIN.fullmatch(word) or word in own]
+
+
 def _module(name: str, where: str) -> str:
     """The training module that ``program`` names, as a module or, as wandb does, as a file."""
     module = name.removesuffix(".py").replace("/", ".")
-    known = train_commands().values()
+    known = [*train_commands().values(), *(own.__name__ for own in own_modules())]
     if module in known:
         return module
     raise ValueError(f"{where} is {name!r}: choose one of {', '.join(known)}")
@@ -277,7 +288,7 @@ def _check_metric(sweep: Sweep, metric: Metric) -> None:
 
 def _check(sweep: Sweep) -> None:
     """Refuse what makes no sense or ranks by test."""
-    if sweep.command.count("${args}") != 1 or len(list(filter(TRAIN.fullmatch, sweep.command))) != 1:
+    if sweep.command.count("${args}") != 1 or len(_programs(sweep.command)) != 1:
         raise ValueError(
             f"command must hold -m {DEFAULT_PROGRAM} and, once, ${{args}}; without a command, that is what "
             "is run"

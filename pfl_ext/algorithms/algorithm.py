@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -132,6 +132,25 @@ class RunContext(Setup):
     """What attackers send; None: there are no attackers."""
     attack_share: float = 0.0
     """Share of all users who attack."""
+    applied: set[str] = field(default_factory=set)
+    """The config sections that `stages` and `channel` were asked for."""
+
+    def check_applied(self) -> None:
+        """Refuse a run whose algorithm leaves out what it `Choice.takes`.
+
+        Raises:
+            ValueError: one line with the section.
+        """
+        chosen = {
+            "compression": self.compressor is not None,
+            "aggregation": not isinstance(self.rule, Mean),
+            "attack": self.attack is not None,
+        }
+        for section in (name for name, is_chosen in chosen.items() if is_chosen and name not in self.applied):
+            raise ValueError(
+                f"federated.algorithm takes {section}, but does not apply it: give Clients the "
+                "RunContext.stages of the variables that are sent, or remove it from takes"
+            )
 
     def local_in(self, number: int) -> NNTrainHyperParams:
         """Users' training in a round."""
@@ -141,6 +160,7 @@ class RunContext(Setup):
 
     def channel(self, names: Sequence[str]) -> Channel | None:
         """The compression of updates of these variables; None: they are sent as they are."""
+        self.applied.add("compression")
         if self.compressor is None or not names:
             return None
         module = self.model.pytorch_model
@@ -151,6 +171,7 @@ class RunContext(Setup):
 
         Attackers change theirs, all are compressed, and a rule other than the mean collects them.
         """
+        self.applied.update(("aggregation", "attack"))
         module, attackers = self.model.pytorch_model, None
         if self.attack is not None:
             attackers = Attackers(self.attack, self.users, self.attack_share, names, self.seed)

@@ -30,7 +30,7 @@ from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.evaluation import autocast_of
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.privacy.central import is_private
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted, refuse
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
 from pfl_ext.stage import Stage
 from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import apart, begin_work, current
@@ -57,19 +57,28 @@ and a batch's images, targets and crops, as `ImageClassifier.loss` takes them.""
 
 
 class OwnSteps:
-    """FedAvg's local training with another loss or gradient, in pfl's loop: no steps of the engine."""
+    """FedAvg's local training with another loss or gradient, in pfl's loop: no steps of the engine.
+
+    A subclass whose loss depends on the user, such as on its class counts, overrides `begin`.
+    """
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
 
-    def __init__(self, context: RunContext, loss: UserLoss | None, gradient: Gradient) -> None:
+    def __init__(
+        self, context: RunContext, loss: UserLoss | None = None, gradient: Gradient = steepest
+    ) -> None:
         self._loss, self._gradient = loss, gradient
         self.twin = CompiledTwin(context.model, context.kernels)
         self._steps = InPhases(self.twin)
+
+    def begin(self, user: UserImages) -> None:
+        """Is called before each user's training."""
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """See `Trainer`."""
+        self.begin(user_dataset)
         loss = None if self._loss is None else self._noted(self._loss, model)
         self._steps.phases = [Phase(list(model.variable_map), loss=loss, gradient=self._gradient)]
         return self._steps.simulate_one_user(model, user_dataset, central_context)
@@ -112,7 +121,11 @@ class Clients:
         before: Sequence[Stage] = (),
     ) -> None:
         assert trainer is None or (loss is None and gradient is None)
-        refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, context.postprocessors)))
+        if any(map(is_private, context.postprocessors)):
+            raise ValueError(
+                "federated.algorithm trains its users by Clients, whose sums no privacy mechanism bounds: "
+                "choose fedavg or another algorithm on pfl's loop, such as one with a Rule of your own"
+            )
         if loss is not None or gradient is not None:
             trainer = OwnSteps(context, loss, gradient or steepest)
         self._context, self._algorithm = context, FederatedAveraging() if trainer is None else trainer

@@ -241,7 +241,7 @@ class FedMA(Algorithm[list[Weights]]):
         """How many of a user's images in this round have each class, ``[K]``."""
         self.context.users.set_round(number)
         images = self.context.users.user_dataset(user)
-        targets = self.context.module.task.collate(images.raw_data[1])  # of images that are not mixed
+        targets = images.targets  # of images that are not mixed
         counts: np.ndarray[Any, Any] = (targets > 0).double().sum(0).numpy()
         return counts
 

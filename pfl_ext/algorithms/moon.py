@@ -46,7 +46,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.probing import before_each
-from pfl_ext.models.trained import head_of
+from pfl_ext.models.trained import features_in, head_of
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -130,23 +130,18 @@ class Contrast:
         self._others = [
             {name.removeprefix(BACKBONE): w for name, w in weights.items()} for weights in (received, before)
         ]
-        self._last = head_of(module.backbone)[0]
 
     def __call__(self, *batch: Any) -> Tensor:
         """The loss of images, targets and crops, as `ImageClassifier.loss` takes them."""
-        network = self._module.backbone
-        inputs: dict[str, list[Tensor]] = {"": [], self._last: []}
-        layers = [(name, network.get_submodule(name)) for name in inputs]
-        with before_each(layers, lambda name, _, args: inputs[name].append(args[0])):
+        network, inputs = self._module.backbone, list[Tensor]()
+        with (
+            features_in(network) as found,
+            before_each([("", network)], lambda _, __, of_network: inputs.append(of_network[0])),
+        ):
             loss = self._module.loss(*batch)
             with torch.no_grad():
                 for weights in self._others:
-                    torch.func.functional_call(network, weights, (inputs[""][0],))
-        z, received, before = (_vectors(of_layer) for of_layer in inputs[self._last])
+                    torch.func.functional_call(network, weights, (inputs[0],))
+        z, received, before = found
         near, far = F.cosine_similarity(z, received), F.cosine_similarity(z, before)
         return loss + self._mu * F.softplus((far - near) / self._temperature).mean()
-
-
-def _vectors(features: Tensor) -> Tensor:
-    """Features of images ``[B, D]`` in float32; of a map ``[B, D, H, W]`` the means over positions."""
-    return features.float() if features.ndim == 2 else features.float().flatten(2).mean(2)

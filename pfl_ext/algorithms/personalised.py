@@ -104,6 +104,11 @@ class Personalised(ServerModelAlgorithm):
         """Names of the variables whose updates are sent, here all that are trained."""
         return trained_names(module)
 
+    @classmethod
+    def keeps_parts(cls, options: Any) -> bool:
+        """Where a class says which variables are shared, others are not."""
+        return next(kind for kind in cls.__mro__ if "shared_names" in vars(kind)) is not Personalised
+
     @abstractmethod
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
         """Train one user in a round.

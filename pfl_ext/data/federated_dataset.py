@@ -56,6 +56,11 @@ class ImageStore(Protocol):
         ...
 
 
+def are_labels(annotations: Annotations) -> bool:
+    """Whether annotations of some images are labels ``[n, K]`` of 0 and 1."""
+    return annotations.ndim == 2 and bool(np.isin(annotations, (0, 1)).all())
+
+
 Reweighting = Callable[[Annotations, Annotations], Float32Array]
 """Weights the targets ``[n, K]`` of a user's images in a round, given those of all its images ``[N, K]``."""
 
@@ -199,8 +204,7 @@ class FederatedImageDataset(FederatedDataset):
     @property
     def has_labels(self) -> bool:
         """Whether annotations are labels ``[N, K]`` of 0 and 1, by those of the first images."""
-        some = self.store.targets(self.partition.rows[:256])
-        return some.ndim == 2 and bool(np.isin(some, (0, 1)).all())
+        return are_labels(self.store.targets(self.partition.rows[:256]))
 
     @property
     def is_proportional(self) -> bool:

@@ -62,6 +62,11 @@ class UserImages(Dataset):
     def __len__(self) -> int:
         return len(self.raw_data[0])
 
+    @property
+    def targets(self) -> torch.Tensor:
+        """The targets of all its images, in the order of the store; of labels ``[N, K]``."""
+        return self._collate(self.raw_data[1])
+
     def iter(self, batch_size: int | None) -> Iterator[Batch]:
         """The batches of the next epoch; ``batch_size`` must be the one of the sampling."""
         return (batch for _, batch in self.iter_with_places(batch_size))

@@ -134,7 +134,7 @@ def _group_norm_backward(ctx: Any, e: Tensor, layer: nn.GroupNorm, tape: Tape) -
     dx: Tensor = torch.ops.aten.native_group_norm_backward(
         e, x, mean, rstd, layer.weight, n, c, size, layer.num_groups, [True, False, False]
     )[0]
-    shift, wide = e.float().flatten(2).sum(2), c // layer.num_groups
+    shift, wide = _over_positions(e.float()), c // layer.num_groups
     centre, factor = (t.float().repeat_interleave(wide, 1) for t in (mean, rstd))
     _put_norm(layer, tape, (_products(e, x) - centre * shift) * factor, shift)
     return dx
@@ -143,16 +143,22 @@ def _group_norm_backward(ctx: Any, e: Tensor, layer: nn.GroupNorm, tape: Tape) -
 def _frozen_backward(ctx: Any, e: Tensor, layer: FrozenStatisticsBatchNorm2d, tape: Tape) -> Tensor | None:
     (x,) = ctx.saved_tensors
     rstd = (layer.running_var + layer.eps).rsqrt()
-    sums, products = e.float().flatten(2).sum(2), _products(e, x)
+    sums, products = _over_positions(e.float()), _products(e, x)
     _put_norm(layer, tape, (products - layer.running_mean * sums) * rstd, sums)
     if not ctx.needs_input_grad[1]:
         return None
-    return (e * (layer.weight * rstd).view(-1, 1, 1).to(e.dtype)).to(x.dtype)
+    factor = (layer.weight * rstd).view(-1, *(1 for _ in e.shape[2:]))
+    return (e * factor.to(e.dtype)).to(x.dtype)
 
 
 def _products(e: Tensor, x: Tensor) -> Tensor:
     """``sum over positions of e x``: ``[B, C]`` float32."""
-    return (e.float() * x.float()).flatten(2).sum(2)
+    return _over_positions(e.float() * x.float())
+
+
+def _over_positions(x: Tensor) -> Tensor:
+    """The sums ``[B, C]`` over the positions of ``x`` ``[B, C, ...]``; a vector of features has one."""
+    return x.reshape(*x.shape[:2], -1).sum(2)
 
 
 def _format(x: Tensor) -> torch.memory_format:

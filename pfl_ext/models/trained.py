@@ -15,6 +15,7 @@ What is not trained is never summed, clipped, noised, sent or counted.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterator, Sequence
 
@@ -38,6 +39,22 @@ def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
     """The last layer (a 1x1 convolution in SqueezeNet), whose outputs are the K logits, and its name."""
     layers = [(n, m) for n, m in backbone.named_modules() if isinstance(m, LAYERS)]
     return layers[-1]
+
+
+@contextlib.contextmanager
+def features_in(backbone: nn.Module) -> Iterator[list[Tensor]]:
+    """In this context, a list gets the features of each pass: the last layer's input, float32 ``[B, D]``.
+
+    A map of features counts as its mean over positions.
+    """
+    found: list[Tensor] = []
+
+    def add(features: Tensor) -> None:
+        found.append(features.float() if features.ndim == 2 else features.float().flatten(2).mean(2))
+
+    name = head_of(backbone)[0]
+    with before_each([(name, backbone.get_submodule(name))], lambda _, __, inputs: add(inputs[0])):
+        yield found
 
 
 def part_of_classes(backbone: nn.Module) -> str:

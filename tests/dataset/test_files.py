@@ -83,6 +83,11 @@ def test_ones_own_file_is_named_by_its_path_too(tmp_path: Path, monkeypatch: pyt
     for named in ("ideas/by_path.py", f" {tmp_path}/ideas/by_path.py,beside"):
         monkeypatch.setenv(OWN, named)
         assert Path(str(own_modules()[0].__file__)).stem == "by_path"
+    (tmp_path / "ideas" / "a_package").mkdir()
+    (tmp_path / "ideas" / "a_package" / "__init__.py").write_text("from a_package import inner\n")
+    (tmp_path / "ideas" / "a_package" / "inner.py").write_text("")
+    monkeypatch.setenv(OWN, "ideas/a_package/")
+    assert own_modules()[0].__name__ == "a_package"
     monkeypatch.setenv(OWN, "ideas/json.py")
     with pytest.raises(
         ValueError, match=r"names ideas/json.py, but Python imports /.*json/__init__.py under the name json"
@@ -91,5 +96,5 @@ def test_ones_own_file_is_named_by_its_path_too(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(OWN, "ideas/none.py")
     with pytest.raises(ValueError, match=r"names ideas/none.py, which cannot be imported \(ModuleNotFound"):
         own_modules()
-    for name in ("by_path", "beside"):
+    for name in ("by_path", "beside", "a_package", "a_package.inner"):
         del sys.modules[name]

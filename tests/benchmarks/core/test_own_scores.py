@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.compare.__main__ import main as compare
@@ -186,10 +187,17 @@ def test_a_run_of_rotation_is_compared_and_predicted_as_it_is(
     assert "if it is of a benchmark of your own, set FL_IMPORT to the file of that" in said
     assert "make the run again" not in said
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("FL_IMPORT", "nothing_of_mine")
+    assert run(compare, [words[0], *words]) == 2
+    assert error_line(capsys).startswith("error: FL_IMPORT names nothing_of_mine, which cannot be imported")
     monkeypatch.setenv("FL_IMPORT", "tests.benchmarks.core.rotation")
     assert run(compare, words) == 0
     assert r"within a tenth on test (\%)" in (tmp_path / "out" / "table.tex").read_text()
     out = tmp_path / "predictions.csv"
     asked = ["--split=test", f"--output={out}", f"--data_path={folder / 'images.hdf5'}"]
     assert run(predict, [str(folder / "rotation"), *asked]) == 0
-    assert len(out.read_text().splitlines()) > 1
+    head, first, *_ = out.read_text(encoding="utf-8").splitlines()
+    assert head == "user,image,truth,turn", "an angle is no label, and its estimate no probability"
+    truth, estimate = map(float, first.split(",")[2:])
+    assert 0 < abs(truth) <= 1
+    assert np.isfinite(estimate)

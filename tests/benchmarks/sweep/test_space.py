@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,8 @@ from benchmarks.sweep import command
 from benchmarks.sweep.command import ranked_run, training_words
 from benchmarks.sweep.parameter import Parameter
 from benchmarks.sweep.space import SWEEPS, EarlyTerminate, Sweep, command_words, read_sweep
+from dataset.files import OWN
+from tests.benchmarks.core import rotation
 
 COMMAND = ["${env}", "${interpreter}", "-m", "benchmarks.flair.train", "--config=fl-r-17", "${args}"]
 METRIC = {"name": "val/C-AP", "goal": "maximize"}
@@ -270,6 +273,19 @@ def test_a_benchmark_without_a_config_py_is_swept(tmp_path: Path, monkeypatch: p
         else:
             with pytest.raises(ValueError, match=r"of_none\.train does not say what it trains: "):
                 sweep.ranking  # noqa: B018
+
+
+def test_a_benchmark_in_a_module_of_ones_own_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, {"seed": {"value": 1}}, command=None, program=rotation.__name__, metric=None)
+    with pytest.raises(ValueError, match=r"program is 'tests\.benchmarks\.core\.rotation': choose one of"):
+        read_sweep(file)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(OWN, rotation.__name__)
+    sweep = read_sweep(file)[0]
+    assert sweep.program_module == rotation.__name__
+    assert sweep.experiment is rotation.Rotation
 
 
 def test_a_key_that_training_does_not_know_is_named_before_any_trial() -> None:

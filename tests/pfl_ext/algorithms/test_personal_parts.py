@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from pfl_ext.algorithms.cohort_vectors import CohortVectors
+from pfl_ext.algorithms.ditto import Ditto
 from pfl_ext.algorithms.flat_variables import FlatVariables
+from pfl_ext.algorithms.moon import Moon
 from pfl_ext.algorithms.per_user import spread
 from pfl_ext.algorithms.personal_parts import personal_names
+from pfl_ext.algorithms.personalised import Personalised
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.single_label import SingleLabel
@@ -101,3 +104,9 @@ def test_the_spread_over_users() -> None:
         "of few users it is the lowest one"
     )
     assert spread(np.array([np.nan]), np.array([1])) == {"n": 0}
+
+
+def test_who_shares_less_than_all_keeps_parts() -> None:
+    """So the server's model is nobody's, which tables mark; and Ditto's and MOON's is everybody's."""
+    sends_nothing: Any = type("SendsNothing", (Personalised,), {"shared_names": classmethod(lambda *_: [])})
+    assert [kind.keeps_parts(None) for kind in (sends_nothing, Ditto, Moon)] == [True, False, False]

@@ -17,6 +17,7 @@ from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm
+from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.fedprox import FedProx
 from pfl_ext.algorithms.on_pfl import OnPfl
@@ -88,8 +89,11 @@ def test_a_loop_of_its_own_is_refused_before_it_begins() -> None:
     kind: Any = type("Loop", (Algorithm,), dict.fromkeys(Algorithm.__abstractmethods__))
     kind(SimpleNamespace(postprocessors=[WeightByUser()]))
     for mechanism in MECHANISMS.values():
+        context: Any = SimpleNamespace(postprocessors=[mechanism()])
         with pytest.raises(ValueError, match=NOBODY):
-            kind(SimpleNamespace(postprocessors=[mechanism()]))
+            kind(context)
+        with pytest.raises(ValueError, match=r"^federated.algorithm trains its users by Clients"):
+            Clients(context)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
