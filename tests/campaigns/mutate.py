@@ -64,36 +64,29 @@ LOADED = (
 )  # fmt: skip
 OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
+_FOLDERS = (
+    "pfl_ext pfl_ext/aggregation pfl_ext/algorithms pfl_ext/attacks pfl_ext/auditing pfl_ext/compression "
+    "pfl_ext/data pfl_ext/devices pfl_ext/models pfl_ext/privacy pfl_ext/tasks pfl_ext/workers "
+    "dataset/partitions dataset/store"
+)
 _MODULES = {
-    "pfl_ext": "backend checkpoint evaluation randomness rules schedules",
-    "pfl_ext/algorithms": "algorithm by_rows clients closed_form distillation fed3r fedcof fedgkt fedir "
-    "fedma fednas fedncm fednova fedprox finite_field matching on_pfl optimizers "
-    "per_user scaffold secure_aggregation secure_sum split turbo_aggregate "
-    "user_vectors decentralised dsgd hierarchical pushsum topologies vertical ditto fedbn fedper fedrep "
-    "controls cohort_vectors feddyn moon ifca clusters "
-    "own_images pfedme personal_parts personal_steps personalised",
-    "pfl_ext/auditing": "bounds",
-    "pfl_ext/data": "augmented_views federated_dataset fedvc sampling schedule transforms",
     "pfl_ext/engine": "card cohort gradients graphs lane norms one_step plan pool selfcheck tape "
     "training trim",
     "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow twin",
-    "pfl_ext/models": "classifier darts decoders detection drawing encoders features genotype lora "
-    "lora_layers lora_targets parties parts prefix pretrained random_features scatternet segmentation "
-    "small standardised trained weights",
-    "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
-    "pfl_ext/tasks": "detection detection_scores multi_label multi_label_scores ranking segmentation "
-    "single_label task",
-    "pfl_ext/workers": "transport",
     "dataset": "files journal",
     "dataset/fetch": "annotated coco members voc",
-    "dataset/partitions": "assignments by_class dirichlet drawn geo of_file of_images statistics",
     "dataset/sbd": "matlab",
-    "dataset/store": "annotations box_view columns features images index mask_view native validate views "
-    "writer",
     "benchmarks/core": "federated ledger privacy_statement recorder run_directory secret",
     "benchmarks/core/config": "digests effects privacy_rules",
 }
-MODULES = [f"{folder}/{name}.py" for folder, names in _MODULES.items() for name in names.split(" ")]
+MODULES = [
+    *(
+        f"{folder}/{path.name}"
+        for folder in _FOLDERS.split()
+        for path in sorted((ROOT / folder).glob("*.py"))
+    ),
+    *(f"{folder}/{name}.py" for folder, names in _MODULES.items() for name in names.split(" ")),
+]
 """Those that decide numbers or guarantees."""
 
 
