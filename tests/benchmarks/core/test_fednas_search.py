@@ -223,7 +223,7 @@ def test_w_and_alpha_are_averaged_by_the_users_images(tmp_path: Path) -> None:
     for kind, part in zip(("normal", "reduce"), found.lines[0]["genotype"].split()):
         edges = strongest(mean[f"alpha_{kind}"].tolist())
         assert part == f"{kind}=" + ",".join(f"{edge.operation}@{edge.input}" for edge in edges)
-    assert found.findings == {"genotype": found.lines[0]["genotype"]}
+    assert found.findings["genotype"] == found.lines[0]["genotype"]
 
 
 def seen_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
