@@ -185,7 +185,7 @@ class FedBuff(Algorithm[Buffered]):
                 for name, sum_ in total.items():
                     sum_.add_(update[name], alpha=share)
         rate = self.clients.server_step(newest, total, number)
-        kept = {v: w for v, w in state.versions.items() if self._last_use.get(v, -1) > number}
+        kept = {v: w for v, w in state.versions.items() if self._last_use.get(v, number) > number}
         kept[number + 1] = self.clients.weights()
         line = {"users": len(step.jobs), "images": sum(each["images"] for each in seen)}
         trained = [each for each in seen if "train_loss" in each]
