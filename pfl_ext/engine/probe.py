@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfl_ext.engine.gradients import Gradient, Users, squared_norm
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier
-from pfl_ext.models.probing import nothing_zero
 
 CPU_BYTES = 1 << 30  # for the activations of one group; about as much keeps its layers in the caches
 MOST_IMAGES = {"cpu": 32, "cuda": 256}
@@ -27,8 +27,7 @@ COPIES = 3.0  # a group's memory over that of its activations, with their gradie
 TOLERANCE = 1e-3  # relative error of each variable's gradient
 ROUNDING = 2.0**-18
 """Error of a variable's gradient that rounding may make, relative to the gradient of all variables. Where
-positions or images cancel, as in a bias before a norm, a gradient is little more than that, and the verdict
-would depend on the weights: a run that is taken up could train in another way."""
+positions or images cancel, as in a bias before a norm, a gradient is little more than that."""
 
 
 def _image_losses(outputs: Tensor) -> Tensor:
@@ -38,12 +37,35 @@ def _image_losses(outputs: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(flat, targets, reduction="none").mean(1)
 
 
+@contextlib.contextmanager
+def _other_weights(network: nn.Module) -> Iterator[None]:
+    """In this context trained parameters have weights that follow from their shapes alone.
+
+    With the weights of a round, rounding could decide a verdict, and a run that is taken up in that round
+    would train in another way than from its beginning on. Weights of 0 would hide what is before them.
+    """
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    before = [p.detach().clone() for p in trained.values()]
+    draw = torch.Generator().manual_seed(0)
+    try:
+        for name, p in trained.items():
+            noise, scale = torch.randn(p.shape, generator=draw), 0.1
+            if p.ndim > 1:
+                scale = math.sqrt(2 / p[0].numel())
+            p.data.copy_(noise * scale + float(p.ndim < 2 and name.endswith("weight")))
+        yield
+    finally:
+        for p, weights in zip(trained.values(), before):
+            p.data.copy_(weights)
+
+
 def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     """Whether the tape of two synthetic images holds every variable's gradient exactly once, and correctly.
 
     It does not if parameters are outside convolutions, linear layers and the norms of `tape.KINDS`, or if a
     layer is used twice or mixes images. Then users are trained one by one. What one image has on the tape is
-    compared with its gradient in a pass without the other: the bound of private training is for that.
+    compared with its gradient in a pass without the other: the bound of private training is for that. The
+    verdict does not depend on the weights.
     """
     names, parameters = zip(*((n, p) for n, p in model.backbone.named_parameters() if p.requires_grad))
     device = model.mean.device
@@ -54,7 +76,7 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     taped: list[tuple[str, Gradient]] = []
     users = Users((0, 1, 2), device)
     weights = torch.tensor([0.25, 0.75], device=device)
-    with nothing_zero(model.backbone), contextlib.suppress(RuntimeError):
+    with _other_weights(model.backbone), contextlib.suppress(RuntimeError):
         net.run(x, _image_losses, users, weights, lambda *pair: taped.append(pair), contextlib.nullcontext())
         if sorted(name for name, _ in taped) != sorted(names):
             return False

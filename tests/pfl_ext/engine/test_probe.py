@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -59,3 +60,15 @@ def test_a_gradient_that_is_only_rounding_does_not_keep_users_apart() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.Flatten(), nn.Linear(8 * 6 * 6, 3))
     module = ImageClassifier(net, task=SingleLabel(), input_size=8)
     assert fusable(module, TapedNetwork(module.backbone))
+
+
+@pytest.mark.parametrize("weight", [math.nan, 0.0, 1e-30, 1e30])
+def test_the_verdict_does_not_depend_on_the_weights(weight: float) -> None:
+    """A run that is taken up has other weights than at its beginning, and must train in the same way."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8 * 6 * 6, 3))
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, weight)
+    module = ImageClassifier(net, task=SingleLabel(), input_size=8)
+    assert fusable(module, TapedNetwork(module.backbone))
+    for parameter in net.parameters():
+        assert torch.equal(parameter.nan_to_num(), torch.full_like(parameter, weight).nan_to_num())
