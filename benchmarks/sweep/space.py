@@ -208,8 +208,8 @@ def command_words(point: Tree) -> list[str]:
 def _programs(command: Sequence[str]) -> list[str]:
     """The modules that a command runs and that train: a benchmark's of this project, or the user's own."""
     own = {module.__name__ for module in own_modules()}
-    run = [word for option, word in itertools.pairwise(command) if option == "-m"]
-    return [word for word in run if TRAIN.fullmatch(word) or word in own]
+    pairs = itertools.pairwise(command)
+    return [word for option, word in pairs if TRAIN.fullmatch(word) or (option == "-m" and word in own)]
 
 
 def _module(name: str, where: str) -> str:

@@ -258,8 +258,8 @@ class TurboAggregate(SecureSum):
         users, element = self.context.cohort_size, BYTES * self.elements
         sizes = [len(group) for group in self.groups(users, 0)]
         between = 0
-        for place, (plain, after) in enumerate(zip(sizes, [*sizes[1:], sizes[0]])):
-            between += plain * after * element * (2 if place == 0 else 4)
+        for place, (size, following) in enumerate(zip(sizes, [*sizes[1:], sizes[0]])):
+            between += size * following * element * (2 if place == 0 else 4)
         end = 2 * element * sizes[0]
         down = trained_bytes(self.context.module) + KEY_BYTES + -(-between // users)
         return Traffic(down, -(-(between + end) // users))

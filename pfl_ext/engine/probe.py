@@ -67,7 +67,8 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     compared with its gradient in a pass without the other: the bound of private training is for that. The
     verdict does not depend on the weights.
     """
-    names, parameters = zip(*((n, p) for n, p in model.backbone.named_parameters() if p.requires_grad))
+    trained = {name: p for name, p in model.backbone.named_parameters() if p.requires_grad}
+    names, parameters = list(trained), list(trained.values())
     device = model.mean.device
     shape = (2, *model.input_shape)
     steps = torch.arange(math.prod(shape), device=device, dtype=torch.float32)

@@ -133,7 +133,7 @@ def _docstrings(kind: type) -> dict[str, str]:
     """The docstrings of the fields in a class itself; none where its source is not known, as in Jupyter."""
     try:
         (tree,) = ast.parse(dedent(inspect.getsource(kind))).body
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError):
         return {}
     assert isinstance(tree, ast.ClassDef)
     return {
