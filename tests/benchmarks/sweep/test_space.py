@@ -375,3 +375,9 @@ def test_a_random_point_is_a_function_of_seed_and_number(tmp_path: Path) -> None
     assert points[7] == draw(sweep, 7)["local.learning_rate"] != draw(sweep, 7, seed=1)["local.learning_rate"]
     assert len(set(points)) == 200
     assert 0.42 < sum(points) / 200 < 0.58
+
+
+def test_a_launchers_long_option_names_the_module_too(tmp_path: Path) -> None:
+    command = ["torchrun", "--nproc_per_node=2", "--module", "benchmarks.flair.train", "${args}"]
+    sweep = read_sweep(written(tmp_path, {"seed": {"value": 1}}, command=command))[0]
+    assert sweep.program_module == "benchmarks.flair.train"
