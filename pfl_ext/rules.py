@@ -74,7 +74,7 @@ class Rule:
         super().__init_subclass__()
         if hasattr(cls, "loss"):
             raise TypeError(
-                f"{cls.__name__} has a loss, which is no part of a Rule: give it to Clients(loss=...)"
+                f"{cls.__name__} has a loss, which is no part of a Rule: give it to a subclass of OwnSteps"
             )
 
     @property
@@ -146,7 +146,7 @@ def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rul
     if type(algorithm) is FederatedAveraging:
         return Rule()
     maker: Callable[..., Rule] | None = getattr(algorithm, "rule", None)
-    return None if maker is None else maker(model, context)
+    return None if maker is None or getattr(algorithm, "own_steps", False) else maker(model, context)
 
 
 def refusals_of(algorithm: Any) -> Refusals:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,15 +22,13 @@ from torch import Tensor
 
 from dataset.arrays import IntArray
 from pfl_ext.algorithms.algorithm import RunContext
-from pfl_ext.algorithms.personal_steps import Gradient, InPhases, Loss, Phase, steepest
 from pfl_ext.algorithms.spooled import line_of_rule
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.user_images import UserImages
-from pfl_ext.engine.cpu.twin import CompiledTwin
 from pfl_ext.evaluation import autocast_of
-from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
+from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import is_private
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, not_noted
+from pfl_ext.rules import Refusals, not_noted
 from pfl_ext.stage import Stage
 from pfl_ext.tasks.ranking import Diverged
 from pfl_ext.workers.distributed import apart, begin_work, current
@@ -51,61 +49,12 @@ class Trainer(Protocol):
         ...
 
 
-UserLoss = Callable[[ImageClassifier, Weights, Tensor, Tensor, Tensor], Tensor]
-"""Computes the scalar that a user's step lowers, from the network, the weights from which the user started,
-and a batch's images, targets and crops, as `ImageClassifier.loss` takes them."""
-
-
-class OwnSteps:
-    """FedAvg's local training with another loss or gradient, in pfl's loop: no steps of the engine.
-
-    A subclass whose loss depends on the user, such as on its class counts, overrides `begin`.
-    """
-
-    refusals: Refusals = PRIVACY_NOT_ARGUED
-
-    def __init__(
-        self, context: RunContext, loss: UserLoss | None = None, gradient: Gradient = steepest
-    ) -> None:
-        self._loss, self._gradient = loss, gradient
-        self.twin = CompiledTwin(context.model, context.kernels)
-        self._steps = InPhases(self.twin)
-
-    def begin(self, user: UserImages) -> None:
-        """Is called before each user's training."""
-
-    def simulate_one_user(
-        self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """See `Trainer`."""
-        self.begin(user_dataset)
-        loss = None if self._loss is None else self._noted(self._loss, model)
-        self._steps.phases = [Phase(list(model.variable_map), loss=loss, gradient=self._gradient)]
-        return self._steps.simulate_one_user(model, user_dataset, central_context)
-
-    def _noted(self, of_user: UserLoss, model: PyTorchModel) -> Loss:
-        """The user's loss of a batch, which counts in the round's training loss."""
-        module = model.pytorch_model
-        received = {name: p.detach().clone() for name, p in model.variable_map.items()}
-
-        def loss(*batch: Tensor) -> Tensor:
-            noted = len(module.noted or ())
-            value = of_user(module, received, *batch)
-            if module.noted is not None and len(module.noted) == noted:  # it did not go by `module.loss`
-                module.noted.append((value.detach().clone(), len(batch[0])))
-            return value
-
-        return loss
-
-
 class Clients:
     """The users of a run.
 
     Args:
         context: the run's.
         trainer: trains one user, and declares its ``refusals``; None: FedAvg's local training.
-        loss: minimised by users' steps instead of the task's loss; all else is FedAvg's local training.
-        gradient: what users' steps descend along instead of the loss's gradient, as SAM does.
         before: what is done to each update before it is weighted (`RunContext.stages`).
 
     Raises:
@@ -116,25 +65,15 @@ class Clients:
         self,
         context: RunContext,
         trainer: Trainer | None = None,
-        loss: UserLoss | None = None,
-        gradient: Gradient | None = None,
         before: Sequence[Stage] = (),
     ) -> None:
-        assert trainer is None or (loss is None and gradient is None)
         if any(map(is_private, context.postprocessors)):
             raise ValueError(
                 "federated.algorithm trains its users by Clients, whose sums no privacy mechanism bounds: "
                 "choose fedavg or another algorithm on pfl's loop, such as one with a Rule of your own"
             )
-        if loss is not None or gradient is not None:
-            trainer = OwnSteps(context, loss, gradient or steepest)
         self._context, self._algorithm = context, FederatedAveraging() if trainer is None else trainer
         self._backend = context.backend(before)
-
-    @property
-    def arithmetic(self) -> str | None:
-        """How users' own steps are computed in compiled layers; None where they are not."""
-        return self._algorithm.twin.arithmetic if isinstance(self._algorithm, OwnSteps) else None
 
     def weights(self) -> Weights:
         """A copy of the run's model's current weights."""

@@ -12,25 +12,27 @@ is FedAvg. Where grad F(w) is 0, so is the perturbation.
 
 A step costs two gradients. The training loss of a round is F(w). The engine does not know these steps, so
 pfl's loop over users makes them, in compiled layers on a CPU.
+
+With privacy: the perturbation acts on one user's local training, before its update is clipped. With central
+privacy this is DP-FedSAM (Shi et al. 2023, "Make Landscape Flatter in Differentially Private Federated
+Learning", arXiv 2303.11242).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import RunContext, register
-from pfl_ext.algorithms.clients import Clients
+from pfl_ext.algorithms.algorithm import register
+from pfl_ext.algorithms.own_steps import OwnSteps
 from pfl_ext.algorithms.personal_steps import steepest
-from pfl_ext.algorithms.personalised import ONLY_OF_COHORTS
-from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT
+from pfl_ext.rules import Refusals
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,38 +44,25 @@ class FedSamOptions:
 
 
 @register("fedsam")
-class FedSam(ServerModelAlgorithm):
-    """FedAvg with sharpness-aware steps; the state is the run's model with the server's optimiser."""
+class FedSam(OwnSteps):
+    """FedAvg with sharpness-aware steps."""
 
     options: ClassVar[type] = FedSamOptions
-    idle_in_runtime: ClassVar[str] = ONLY_OF_COHORTS
+    refusals: ClassVar[Refusals] = {}
+    takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack", "devices")
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self.clients = Clients(context, gradient=self.gradient)
-
-    def gradient(self, loss: Callable[[], Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def gradient(self, loss: Callable[[], Tensor], variables: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradient at the perturbed weights."""
-        first = steepest(loss, weights)
+        first = steepest(loss, variables)
         found = [gradient for gradient in first if gradient is not None]
         norm = torch.stack(torch._foreach_norm(found)).norm()
-        scale = torch.where(norm > 0, self.context.options.rho / norm, 0.0)
-        before = [w.detach().clone() for w in weights]
+        scale = torch.where(norm > 0, self.setup.options.rho / norm, 0.0)
+        before = [w.detach().clone() for w in variables]
         with torch.no_grad():
-            for w, gradient in zip(weights, first):
+            for w, gradient in zip(variables, first):
                 if gradient is not None:
                     w.add_(gradient * scale)
-        sharp = steepest(loss, weights)
+        sharp = steepest(loss, variables)
         with torch.no_grad():
-            torch._foreach_copy_(list(weights), before)
+            torch._foreach_copy_(list(variables), before)
         return sharp
-
-    def arithmetic(self, precision: torch.dtype | None) -> str:
-        """See `Algorithm.arithmetic`."""
-        return self.clients.arithmetic or super().arithmetic(precision)
-
-    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Train the cohort, and make a step of the server's optimiser on the mean update."""
-        x = self.clients.weights()
-        update, line = self.clients.mean_update(x, self.clients.cohort(number), number)
-        return state, {**line, "learning_rate": self.clients.server_step(x, update, number)}

@@ -116,11 +116,14 @@ def _corrected_step(
 class OnPfl(Choice, FederatedAveraging):
     """Base of algorithms on pfl's loop. It is FedAvg itself; subclasses override its methods.
 
-    Everything that users do must be in `rule`, which the engine reads too. So `train_one_user` is final.
+    Everything that users do must be in `rule`, which the engine reads too; only `OwnSteps` replaces it. So
+    `train_one_user` is final.
     """
 
     tunes_engine: ClassVar[bool] = True
     has_server_model: ClassVar[bool] = True
+    own_steps: ClassVar[bool] = False
+    """Whether users make steps that no rule expresses (`OwnSteps`), by pfl's loop."""
     user_state: UserState | None = None
     """State that a run needs to continue, besides the model and the server's optimiser."""
 
@@ -136,6 +139,11 @@ class OnPfl(Choice, FederatedAveraging):
     def start(cls, context: RunContext) -> PflLoop:
         """The algorithm for a run, in pfl's loop."""
         return PflLoop(cls, context)
+
+    @property
+    def arithmetic(self) -> str | None:
+        """How users' steps are computed, where neither the engine nor plain torch does it."""
+        return None
 
     def begin(self, cohort: IntArray) -> None:
         """Begin a round of these users; all workers call this."""
@@ -218,6 +226,10 @@ class PflLoop(ServerModelAlgorithm):
     def engine(self) -> CohortEngine | None:
         """The engine that trains users; None: pfl's own loop does (perhaps for want of their optimiser)."""
         return self._backend.engine
+
+    def arithmetic(self, precision: torch.dtype | None) -> str:
+        """See `Algorithm.arithmetic`."""
+        return self._algorithm.arithmetic or super().arithmetic(precision)
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Run one round of pfl's loop, with that round's learning rates."""

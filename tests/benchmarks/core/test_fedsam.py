@@ -75,8 +75,38 @@ def test_a_killed_run_goes_on_to_the_bit(train: Train) -> None:
     [
         (("--federated.options.rho=-1",), "federated.options.rho is '-1': "),
         (("--runtime.lanes=2",), "--runtime.lanes has no effect where federated.algorithm is fedsam"),
-        (("--config=pfl-r-17",), "privacy refuses federated.algorithm = fedsam"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(words: tuple[str, ...], message: str, refused: Refused) -> None:
     refused(message, *RUN, *words)
+
+
+PRIVATE = ("--federated.weighting=users", "--seed=3", "--privacy.noise_seed=run")
+CENTRAL = ("--privacy.epsilon=100", "--privacy.delta=0.01", "--privacy.clipping_bound=0.01")
+TAKEN = {
+    "central": (*PRIVATE, *CENTRAL, "--privacy.mechanism=gaussian"),
+    "adaptive": (*PRIVATE, *CENTRAL),
+    "local": (*PRIVATE[:2], *(word.replace("privacy", "local_privacy") for word in CENTRAL)),
+    "compression": ("--compression.kind=top_k",),
+    "attack": ("--attack.kind=boost", "--attack.share=0.3", "--aggregation.kind=median"),
+    "devices": ("--devices.stragglers=0.5", "--devices.late=partial", "--local.num_epochs=3"),
+}
+
+
+@pytest.mark.parametrize("words", TAKEN.values(), ids=TAKEN)
+def test_what_is_done_to_updates_is_done_to_its_own(words: tuple[str, ...], train: Train) -> None:
+    """Without a perturbation it is FedAvg under each of them; with one it is not."""
+    words = ("--federated.cohort_size=4", "--federated.num_rounds=2", *words)
+    fedsam = ("--federated.algorithm=fedsam", "--federated.options.rho")
+    runs = [
+        train(*words, name="fedavg"),
+        train(*words, fedsam[0], f"{fedsam[1]}=0", name="flat"),
+        train(*words, fedsam[0], f"{fedsam[1]}=1", name="sharp"),
+    ]
+    fedavg, flat, sharp = (torch.from_numpy(weights(run)) for run in runs)
+    whole = float(fedavg.norm())
+    assert float((flat - fedavg).norm()) < 1e-6 * whole
+    assert float((sharp - fedavg).norm()) > 1e-5 * whole
+    for ours, theirs in zip(lines(runs[1]), lines(runs[0]), strict=True):
+        for key in ("privacy", "left_out", "reported", "bytes_up"):
+            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-4), key

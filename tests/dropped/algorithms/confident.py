@@ -5,18 +5,18 @@ arXiv 1701.06548, equation 5).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
-from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import RunContext, register
-from pfl_ext.algorithms.clients import Clients, Weights
-from pfl_ext.algorithms.server_model import ServerModelAlgorithm
+from pfl_ext.algorithms.algorithm import register
+from pfl_ext.algorithms.clients import Weights
+from pfl_ext.algorithms.own_steps import OwnSteps
 from pfl_ext.configs import STRICT
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.rules import Refusals
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -28,14 +28,12 @@ class ConfidentOptions:
 
 
 @register("confident")
-class Confident(ServerModelAlgorithm):
-    """FedAvg with another loss; the state is the run's model with the server's optimiser."""
+class Confident(OwnSteps):
+    """FedAvg with another loss."""
 
     options = ConfidentOptions
-
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self.clients = Clients(context, loss=self.loss)
+    refusals: ClassVar[Refusals] = {}
+    takes = ("compression", "aggregation", "attack", "devices")
 
     def loss(
         self, module: ImageClassifier, received: Weights, images: Tensor, targets: Tensor, crops: Tensor
@@ -44,11 +42,5 @@ class Confident(ServerModelAlgorithm):
         outputs, targets = module.outputs(images, targets, crops)
         logs = outputs.log_softmax(1)
         entropy = -(logs.exp() * logs).sum(1).mean()
-        beta: float = self.context.options.beta
+        beta: float = self.setup.options.beta
         return module.task.loss(outputs, targets) - beta * entropy
-
-    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Train the cohort from the model, and make a step of the server's optimiser on the mean update."""
-        x = self.clients.weights()
-        update, line = self.clients.mean_update(x, self.clients.cohort(number), number)
-        return state, {**line, "learning_rate": self.clients.server_step(x, update, number)}

@@ -5,16 +5,13 @@ arXiv 2209.00189).
 
 from __future__ import annotations
 
-from typing import Any
-
-from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import RunContext, register
-from pfl_ext.algorithms.clients import Clients, OwnSteps, Weights
-from pfl_ext.algorithms.server_model import ServerModelAlgorithm
+from pfl_ext.algorithms.algorithm import register
+from pfl_ext.algorithms.clients import Weights
+from pfl_ext.algorithms.own_steps import OwnSteps
 from pfl_ext.configs import STRICT
 from pfl_ext.data.user_images import UserImages
 from pfl_ext.models.classifier import ImageClassifier
@@ -28,16 +25,15 @@ class FedLCOptions:
     """Strength of the calibration; 0: FedAvg."""
 
 
-class Calibrated(OwnSteps):
-    """Steps on the loss of the logits ``f_k - tau n_k^(-1/4)``, for the user's n_k images of class k."""
+@register("fedlc")
+class FedLC(OwnSteps):
+    """FedAvg with the loss of the logits ``f_k - tau n_k^(-1/4)``, for the user's n_k images of class k."""
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context, self.loss)
-        self.tau: float = context.options.tau
+    options = FedLCOptions
 
-    def begin(self, user: UserImages) -> None:
+    def begin_user(self, user: UserImages) -> None:
         """Count the user's images of each class; one that it has none of counts as a hundred-millionth."""
-        self.margin = self.tau * (user.targets > 0).sum(0).clamp(min=1e-8) ** -0.25
+        self.margin = self.setup.options.tau * (user.targets > 0).sum(0).clamp(min=1e-8) ** -0.25
 
     def loss(
         self, module: ImageClassifier, received: Weights, images: Tensor, targets: Tensor, crops: Tensor
@@ -45,20 +41,3 @@ class Calibrated(OwnSteps):
         """The task's loss of the calibrated logits."""
         outputs, targets = module.outputs(images, targets, crops)
         return module.task.loss(outputs - self.margin.to(outputs.device), targets)
-
-
-@register("fedlc")
-class FedLC(ServerModelAlgorithm):
-    """FedAvg with another loss for each user."""
-
-    options = FedLCOptions
-
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self.clients = Clients(context, Calibrated(context))
-
-    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Train the cohort from the model, and make a step of the server's optimiser on the mean update."""
-        x = self.clients.weights()
-        update, line = self.clients.mean_update(x, self.clients.cohort(number), number)
-        return state, {**line, "learning_rate": self.clients.server_step(x, update, number)}
