@@ -114,11 +114,12 @@ def test_a_users_margins_follow_from_its_own_images(dropped: None) -> None:
         ("compression", "--compression.kind=top_k"),
         ("attack", "--attack.kind=boost"),
         ("aggregation", "--aggregation.kind=median"),
+        ("devices", "--devices.drop_out=0.5"),
     ],
 )
 def test_what_an_algorithm_says_it_takes_and_leaves_out_is_refused(
     section: str, argv: str, dropped: None, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ALGORITHMS["slowmo"], "takes", (section,))
-    said = f"federated.algorithm takes {section}, but does not apply it: give Clients the "
+    said = f"federated.algorithm takes {section}, but does not apply it: "
     refused(said, "--federated.algorithm=slowmo", argv, "--model.arch=lenet")

@@ -133,7 +133,7 @@ class RunContext(Setup):
     attack_share: float = 0.0
     """Share of all users who attack."""
     applied: set[str] = field(default_factory=set)
-    """The config sections that `stages` and `channel` were asked for."""
+    """The config sections that `stages` and `channel` were asked for; and devices, by who reads them."""
 
     def check_applied(self) -> None:
         """Refuse a run whose algorithm leaves out what it `Choice.takes`.
@@ -145,11 +145,13 @@ class RunContext(Setup):
             "compression": self.compressor is not None,
             "aggregation": not isinstance(self.rule, Mean),
             "attack": self.attack is not None,
+            "devices": self.devices is not None,
         }
         for section in (name for name, is_chosen in chosen.items() if is_chosen and name not in self.applied):
+            stages = "give Clients the RunContext.stages of the variables that are sent, or "
             raise ValueError(
-                f"federated.algorithm takes {section}, but does not apply it: give Clients the "
-                "RunContext.stages of the variables that are sent, or remove it from takes"
+                f"federated.algorithm takes {section}, but does not apply it: "
+                f"{'' if section == 'devices' else stages}remove it from takes"
             )
 
     def local_in(self, number: int) -> NNTrainHyperParams:

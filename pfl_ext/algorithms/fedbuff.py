@@ -97,6 +97,7 @@ class FedBuff(Algorithm[Buffered]):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
+        context.applied.add("devices")
         users = context.users
         self.clients, self.sent = Clients(context), self.traffic(context.module)
         self.steps, self._last_use = self._schedule(context)

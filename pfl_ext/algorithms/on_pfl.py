@@ -212,6 +212,7 @@ class PflLoop(ServerModelAlgorithm):
         self._algorithm = kind(context)
         self._stages = context.stages(list(context.model.variable_map))
         self._backend = context.backend(self._stages, context.tuner if kind.tunes_engine else None)
+        context.applied.add("devices")
         if context.devices is not None:
             context.users.turnouts = Turnouts(
                 context.devices,
