@@ -1,6 +1,6 @@
 """Options drawn at random: what is not refused in one line trains, and goes on after a kill as before it.
 
-    python -m tests.campaigns.combinations --draws 500 --state combinations.json [--seed 0] [--only flair]
+    python -m tests.campaigns.combinations --draws 500 --state combinations.json [--seed 0] [--only flair] [--algorithm fedsam]
 
 A draw is a benchmark, an algorithm and other keys of a run's config, with values of the privacy matrix'
 tests, so that new keys take part by themselves. Keys that the config refuses beside the others are left out.
@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.core import execute
 from dataset.cli import run
 from dataset.files import write_json
+from pfl_ext.algorithms.algorithm import ALGORITHMS
 from tests.benchmarks.sparing import sparingly
 from tests.campaigns.drawn_options import COMMON, SUBJECTS, WITHOUT, drawn, joined
 from tests.campaigns.kill_training import compare, outcome, remember_calibrations
@@ -261,6 +262,7 @@ def conduct(kind: type[Campaign], description: str | None) -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=SUBJECTS)
+    parser.add_argument("--algorithm", choices=ALGORITHMS.names())
     parser.add_argument("--state", type=Path)
     given = parser.parse_args()
     remember_calibrations()
@@ -270,7 +272,7 @@ def conduct(kind: type[Campaign], description: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder, sparingly():
         campaign = kind(Path(folder))
         for number in range(given.first + len(seen), given.first + given.draws):
-            subject, words = kind.draw(given.seed, number, given.only, campaign.refusal)
+            subject, words = kind.draw(given.seed, number, given.only, campaign.refusal, given.algorithm)
             verdict, what = campaign.judge(subject, words)
             seen.append([verdict, number, subject, " ".join(words), what])
             if verdict in ("rounding", "finding"):

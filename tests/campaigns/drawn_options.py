@@ -156,7 +156,9 @@ WITHOUT = {"fedbuff": "--federated.cohort_size"}
 """The word of `COMMON` that an algorithm does not read."""
 
 
-def drawn(seed: int, number: int, only: str | None, refusal: Refusal) -> tuple[str, tuple[str, ...]]:
+def drawn(
+    seed: int, number: int, only: str | None, refusal: Refusal, algorithm: str | None = None
+) -> tuple[str, tuple[str, ...]]:
     """Draw ``number``: the subject, and words that make a config with the subject's own.
 
     Args:
@@ -164,12 +166,13 @@ def drawn(seed: int, number: int, only: str | None, refusal: Refusal) -> tuple[s
         number: of the draw.
         only: the subject, if it is not drawn.
         refusal: what is said of a subject and words that make no config.
+        algorithm: the algorithm, if it is not drawn.
     """
     rng = np.random.default_rng([seed, number])
     subject = only or _subject(rng)
     words: tuple[str, ...] = ()
-    if rng.random() < 0.8:
-        name = str(rng.choice(ALGORITHMS.names()))
+    if algorithm is not None or rng.random() < 0.8:
+        name = algorithm or str(rng.choice(ALGORITHMS.names()))
         words = (*GOES_WITH.get(name, ()), f"--federated.algorithm={name}")
     if rng.random() < 0.3 and PLAIN in SUBJECTS[subject].words:
         words = (*WITH_NORMS, *words)
@@ -177,7 +180,7 @@ def drawn(seed: int, number: int, only: str | None, refusal: Refusal) -> tuple[s
 
 
 def drawn_privately(
-    seed: int, number: int, only: str | None, refusal: Refusal
+    seed: int, number: int, only: str | None, refusal: Refusal, algorithm: str | None = None
 ) -> tuple[str, tuple[str, ...]]:
     """As `drawn`, with central or local privacy, and steps and bounds of any size."""
     rng = np.random.default_rng([seed, number, 1])
@@ -202,9 +205,10 @@ def drawn_privately(
             (f"--privacy.mechanism={rng.choice(['gaussian', 'adaptive'])}",),
             ("--privacy.indicator_std_fraction=0.5",),
         ]
-    algorithm = str(rng.choice(["fedavg", "fedavg", "fedprox", "fedncm", "fed3r"]))
-    at_once = () if algorithm in ("fedavg", "fedprox") else ONE_PASS
-    tried.append((*at_once, f"--federated.algorithm={algorithm}"))
+    argued = [name for name in ALGORITHMS.names() if "privacy" not in ALGORITHMS[name].refusals]
+    name = algorithm or str(rng.choice(argued))
+    at_once = ONE_PASS if ALGORITHMS[name].once else ()
+    tried.append((*at_once, f"--federated.algorithm={name}"))
     for more in tried:
         words = words if refusal(subject, joined(words, *more)) else joined(words, *more)
     other = "local_privacy" if section == "privacy" else "privacy"
