@@ -1,6 +1,6 @@
 """Options drawn at random: what is not refused in one line trains, and goes on after a kill as before it.
 
-    python -m tests.campaigns.combinations --draws 500 --state combinations.json [--seed 0] [--only flair] [--algorithm fedsam]
+    python -m tests.campaigns.combinations --draws 9 --state FILE [--seed 0] [--only flair] [--algorithm moon]
 
 A draw is a benchmark, an algorithm and other keys of a run's config, with values of the privacy matrix'
 tests, so that new keys take part by themselves. Keys that the config refuses beside the others are left out.
