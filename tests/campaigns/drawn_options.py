@@ -104,14 +104,19 @@ SET_PRIVATELY = (
     "privacy.noise_population"
 )
 """Keys that a campaign of private runs sets itself."""
+OF_NO_PLACES = (
+    *("augment.mixup", "augment.cutmix", "model.bottleneck", "model.random_features", "federated.reweight"),
+    *("data.val_share", "loss.absent_gamma", *(f"augment.{key}" for key in UNFIT)),
+)
 NOT_OF = {
     "flair": ("augment.label_smoothing",),
     **dict.fromkeys(("classes", "vision"), ("loss.absent_gamma",)),
-    **dict.fromkeys(
-        ("segmentation", "detection"),
-        ("augment.mixup", "augment.cutmix", "model.bottleneck", *(f"augment.{key}" for key in UNFIT)),
-    ),
+    "segmentation": OF_NO_PLACES,
+    "detection": (*OF_NO_PLACES, "augment.label_smoothing", "loss.focal_gamma"),
 }
+"""Keys that a subject's runs refuse."""
+ONE_LABEL_AN_IMAGE = ("fedcof", "fedgkt", "fedncm", "fed3r", "moon", "vertical")
+"""Algorithms that masks and boxes refuse."""
 MORE: Mapping[str, tuple[Any, ...]] = {
     "local.num_epochs": (2,),
     "local.learning_rate": (0.02,),
@@ -134,7 +139,10 @@ MORE: Mapping[str, tuple[Any, ...]] = {
 }
 """More values of some keys: those that a run is likely to accept."""
 GOES_WITH: Mapping[str, tuple[str, ...]] = {
-    "privacy": ("--federated.weighting=users", "--local.max_images=4", "--privacy.delta=0.01"),
+    "privacy": (
+        *("--federated.weighting=users", "--local.max_images=4", "--privacy.delta=0.01"),
+        "--privacy.indicator_std_fraction=0.5",
+    ),
     "local_privacy": ("--federated.weighting=users", "--local.max_images=4", "--local_privacy.delta=0.01"),
     **dict.fromkeys(("fedncm", "fed3r", "fedcof"), ("--model.trained=head", "--federated.num_rounds=2")),
     "turbo_aggregate": ("--federated.options.group_size=3", "--federated.cohort_size=6"),
@@ -172,7 +180,8 @@ def drawn(
     subject = only or _subject(rng)
     words: tuple[str, ...] = ()
     if algorithm is not None or rng.random() < 0.8:
-        name = algorithm or str(rng.choice(ALGORITHMS.names()))
+        unfit = ONE_LABEL_AN_IMAGE if subject in ("segmentation", "detection") else ()
+        name = algorithm or str(rng.choice([name for name in ALGORITHMS.names() if name not in unfit]))
         words = (*GOES_WITH.get(name, ()), f"--federated.algorithm={name}")
     if rng.random() < 0.3 and PLAIN in SUBJECTS[subject].words:
         words = (*WITH_NORMS, *words)
@@ -233,6 +242,8 @@ def _with_more(
     left_out = (*NOT_DRAWN.split(), *NOT_OF.get(subject, ()), *left_out)
     for section in rng.choice(sections, size=TRIED):
         keys = [key for key in BY_KEY if key.startswith(f"{section}.") and key not in left_out]
+        if not keys:
+            continue
         key = str(rng.choice(keys))
         default = BY_KEY[key][1]
         values = [_word(value) for value in (*candidates(key), *MORE.get(key, ()) * 2) if value != default]
