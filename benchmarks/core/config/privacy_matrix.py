@@ -146,7 +146,7 @@ TABLE: Mapping[str, Rule] = {
     **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate options"),
     **each(AFTER_NOISE, "server", "schedule_power schedule_factor"),
     "federated.algorithm": ArguedAlgorithms(
-        "fedavg and fedprox send one update a user, which is clipped; fedncm and fed3r send one vector of "
+        "fedavg, fedprox and fedsam send one update a user, which is clipped; fedncm and fed3r one vector of "
         "sums, which is clipped, and once; fednova scales updates by their steps after that, and scaffold "
         "keeps and sends control variates that no clipping bounds; of any other "
         "its own file argues, or it is refused"
