@@ -21,6 +21,7 @@ from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.updates import check_kept, error_bytes
 from benchmarks.core.ledger import calibrated, open_ledger
+from benchmarks.core.losses import check_losses
 from benchmarks.core.precision import name_of, precision_of
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
@@ -151,6 +152,12 @@ def setup(
     )
 
 
+def has_engine(run: AnyRun) -> bool:
+    """Whether the engine trains a run's users, where it can."""
+    unread = run.config.federated.chosen.idle_in_runtime.split()
+    return run.runtime.engine == "fast" and "engine" not in unread and "lanes" not in unread
+
+
 def run_context(
     run: AnyRun,
     chosen: Setup,
@@ -164,10 +171,9 @@ def run_context(
     model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
     engine, unread = None, config.federated.chosen.idle_in_runtime.split()
     kernels: CpuKernels | None = None
-    fast = runtime.engine == "fast" and "engine" not in unread
-    if fast and "lanes" in unread:
+    if runtime.engine == "fast" and "engine" not in unread and "lanes" in unread:
         kernels = kernels_for(chosen.module) if runtime.cpu_kernels else None
-    elif fast:
+    elif has_engine(run):
         engine = CohortEngine(
             chosen.module,
             lanes=runtime.lanes,
@@ -227,10 +233,12 @@ def check_federated(
         Bytes on disk of what the algorithm keeps besides a model, and of errors of compression.
 
     Raises:
-        ValueError: for a cohort larger than the population, a budget that no noise keeps, per-user state
-            that does not fit.
+        ValueError: for a task that mixes images, a cohort larger than the population, a budget that no noise
+            keeps, per-user state that does not fit.
     """
     config = run.config
+    if config.is_private or has_engine(run):
+        check_losses(module, store, config.sampling, config.is_private, has_engine(run))
     federated, users = config.federated, training_data(run, store, module.task, partition)
     if users.num_users == 1 and partition is None and is_main():
         print(
