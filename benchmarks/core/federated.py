@@ -25,6 +25,7 @@ from benchmarks.core.losses import check_losses
 from benchmarks.core.precision import name_of, precision_of
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
+from benchmarks.core.repeatable import check_repeatable
 from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import RunContext, Setup
 from pfl_ext.algorithms.fedir import importance_weights
@@ -255,6 +256,7 @@ def check_federated(
     chosen = setup(config, module, users)
     federated.chosen.check(chosen)
     check_kept(config, chosen)
+    check_repeatable(config, module)
     if config.devices is not None:
         sent, ids = federated.chosen.traffic(module), users.partition.user_ids
         drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
