@@ -29,6 +29,7 @@ from benchmarks.core.repeatable import check_repeatable
 from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import RunContext, Setup
 from pfl_ext.algorithms.fedir import importance_weights
+from pfl_ext.algorithms.personal_parts import BACKBONE
 from pfl_ext.attacks.attack import HONEST, Attack, attackers
 from pfl_ext.averaging import ModelAverage
 from pfl_ext.compression.compressor import PLAIN, Compressor
@@ -47,6 +48,7 @@ from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.tuning import Tuner
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.trained import new_part
 from pfl_ext.rules import refuse
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work, current, is_main, worker_seconds
@@ -257,6 +259,7 @@ def check_federated(
     federated.chosen.check(chosen)
     check_kept(config, chosen)
     check_repeatable(config, module)
+    _check_head_is_shared(config, module)
     if config.devices is not None:
         sent, ids = federated.chosen.traffic(module), users.partition.user_ids
         drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
@@ -266,6 +269,20 @@ def check_federated(
             turnouts.of(0)
     of_users: int = federated.chosen.state_bytes(chosen) + error_bytes(config, chosen)
     return of_users
+
+
+def _check_head_is_shared(config: TrainingConfig, module: ImageClassifier) -> None:
+    """Refuse a rate of the server for a head that stays with the users."""
+    federated, factor = config.federated, config.server.head_rate_factor
+    shared_names = getattr(federated.chosen, "shared_names", None)
+    if factor == 1 or shared_names is None:
+        return
+    head = f"{BACKBONE}{new_part(module.backbone)}."
+    if not any(name.startswith(head) for name in shared_names(module, federated.chosen_options)):
+        raise ValueError(
+            f"server.head_rate_factor is {factor:g}, but with federated.algorithm {federated.name} the head "
+            "stays with the users: set it to 1, or change federated.options.personal"
+        )
 
 
 def train_federated(
