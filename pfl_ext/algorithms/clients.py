@@ -72,13 +72,14 @@ class OwnSteps:
         self._steps = InPhases(self.twin)
 
     def begin(self, user: UserImages) -> None:
-        """Is called before each user's training."""
+        """Is called before the training of each user who has images."""
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """See `Trainer`."""
-        self.begin(user_dataset)
+        if len(user_dataset):  # a worker without users has a placeholder
+            self.begin(user_dataset)
         loss = None if self._loss is None else self._noted(self._loss, model)
         self._steps.phases = [Phase(list(model.variable_map), loss=loss, gradient=self._gradient)]
         return self._steps.simulate_one_user(model, user_dataset, central_context)
