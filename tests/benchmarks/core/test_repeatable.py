@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from pfl_ext.aggregation.rule import RULES, AggregationRule, Mean
+from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, OptimizerConfig, ServerOptimizer
 from pfl_ext.attacks.attack import ATTACKS, Attack
 from pfl_ext.compression.compressor import COMPRESSORS, Float32
+from pfl_ext.configs import NoOptions
 from tests.benchmarks.conftest import Refused, Train
 from tests.benchmarks.core.test_private import PRIVATE
 
@@ -48,6 +51,56 @@ class Centred(AggregationRule):
         """The mean of the updates, held near the last one."""
         self.centre = self.centre + np.clip(spool.read(0).astype(float) - self.centre, -0.1, 0.1)
         return self.centre
+
+
+class Counting(torch.optim.SGD):
+    """Its rate falls with its own count of steps."""
+
+    def __init__(self, params: Any, config: OptimizerConfig, _: Any) -> None:
+        super().__init__(params, lr=config.learning_rate)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step."""
+        self.steps += 1
+        for group in self.param_groups:
+            for x in group["params"]:
+                x.data -= group["lr"] / self.steps * x.grad
+
+
+class Grouped(Counting):
+    """The count is in the group, which a checkpoint does not have."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step."""
+        self.steps = self.param_groups[0].setdefault("steps", 0)
+        super().step()
+        self.param_groups[0]["steps"] = self.steps
+
+
+class Wide(Counting):
+    """The sum of gradients is in float64, as which it is not loaded."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step."""
+        for x in self.param_groups[0]["params"]:
+            total = self.state[x].setdefault("sum", torch.zeros_like(x, dtype=torch.float64))
+            total += x.grad / 3
+            x.data -= self.param_groups[0]["lr"] * total.float()
+
+
+@pytest.mark.parametrize("kind", [Counting, Grouped, Wide])
+def test_an_optimiser_that_a_checkpoint_does_not_hold_is_refused(
+    kind: type[Counting], refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SERVER_OPTIMIZERS.names()  # complete
+    monkeypatch.setitem(SERVER_OPTIMIZERS._things, "own", ServerOptimizer(kind, (), NoOptions))
+    assert not refused("own steps in another way after", "--server.optimizer=own").exists()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "yogi", "adagrad"])
+def test_the_shipped_optimisers_go_on(name: str, train: Train) -> None:
+    train(f"--server.optimizer={name}", "--federated.num_rounds=1")
 
 
 @pytest.fixture(autouse=True)
