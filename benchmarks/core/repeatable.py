@@ -42,8 +42,8 @@ def check_repeatable(config: TrainingConfig, module: ImageClassifier) -> None:
     if not torch.equal(_trained(config, goes_on=True), _trained(config, goes_on=False)):
         raise ValueError(
             f"server.optimizer {config.server.optimizer} steps in another way after its state was saved and "
-            "loaded, so a resumed run would differ: keep all that it needs in self.state of the parameters, in "
-            "their type"
+            "loaded, so a resumed run would differ: keep all that it needs in self.state of the parameters, "
+            "in their type"
         )
     shapes = [module.get_parameter(name).shape for name in trained_names(module)]
     section, cohort = config.compression, config.federated.cohort_size
