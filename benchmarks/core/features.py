@@ -161,10 +161,14 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
 
 
 def _labelled(experiment: Experiment[Any]) -> dict[str, SplitImages] | None:
-    """The stores of all splits of a run; None if one has other targets than labels."""
+    """The stores of all splits of a run; None if one has other targets than labels, or reads in its own way."""
     names = dict.fromkeys(("train", "val", *experiment.final_splits))
     splits = {name: experiment.split(name) for name in names}
-    stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
+    stores = {
+        name: store
+        for name, store in splits.items()
+        if isinstance(store, SplitImages) and type(store).read is SplitImages.read
+    }
     return stores if len(stores) == len(splits) else None
 
 

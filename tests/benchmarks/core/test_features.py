@@ -20,6 +20,7 @@ from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.features import reason_against
 from benchmarks.flair.config import FLAIR, parse
 from dataset.files import locked
+from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.models.features import Split
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
@@ -105,6 +106,28 @@ def test_a_task_that_changes_images_itself_trains_on_images(
     words = (*HEAD, f"--model.trained={trained}", "--federated.num_rounds=1")
     runs = [
         train_into(tmp_path / name, own_file, *words, *more)
+        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
+    ]
+    assert not folders(own_file)
+    assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
+
+
+class Darker(SplitImages):
+    """Images that are changed where they are read."""
+
+    def read(self, rows: Any) -> Any:
+        """Half as bright."""
+        images, targets = super().read(rows)
+        return images // 2, targets
+
+
+def test_a_store_that_changes_images_itself_trains_on_images(
+    own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LabelSetView.split
+    monkeypatch.setattr(LabelSetView, "split", lambda view, name: Darker(**vars(real(view, name))))
+    runs = [
+        train_into(tmp_path / name, own_file, *HEAD, "--federated.num_rounds=1", *more)
         for name, more in (("features", ()), ("images", (EACH_ROUND,)))
     ]
     assert not folders(own_file)
