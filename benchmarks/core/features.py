@@ -161,7 +161,7 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
 
 
 def _labelled(experiment: Experiment[Any]) -> dict[str, SplitImages] | None:
-    """The stores of all splits of a run; None if one has other targets than labels, or reads in its own way."""
+    """The stores of all splits; None if one has other targets than labels, or its own way to read."""
     names = dict.fromkeys(("train", "val", *experiment.final_splits))
     splits = {name: experiment.split(name) for name in names}
     stores = {
