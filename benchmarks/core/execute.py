@@ -36,7 +36,7 @@ from benchmarks.core.final_scores import final_scores
 from benchmarks.core.memory import keep_freed_memory
 from benchmarks.core.network import network_words
 from benchmarks.core.own_code import own_code
-from benchmarks.core.private_data import check_private_data, check_private_loss
+from benchmarks.core.private_data import check_private_data
 from benchmarks.core.recorder import Checkpoints, Recorder
 from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.said_once import said_once
@@ -239,8 +239,6 @@ def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClas
         check_private_data(experiment)
     module, of_users = experiment.module(), 0
     _check_score_kinds(experiment, module.task)
-    if experiment.config.is_private:
-        check_private_loss(module, experiment.split("train"))
     if experiment.config.mode == "federated":
         of_users = check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
     check_disk(experiment.config, module, of_users, directory)

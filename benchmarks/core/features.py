@@ -35,6 +35,7 @@ from pfl_ext.models.image_changes import KEYED
 from pfl_ext.models.prefix import Prefix
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.privacy.moments import Release, channel_moments
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import is_main
 
 NO_FILE = "no data file was given to read its images from"
@@ -136,7 +137,7 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         return _maps(experiment, images)
     if run.config.model.trained not in (*ON_FEATURES, "names") or not run.runtime.cache_features:
         return images
-    split, why, stores = None, reason_against(run.config), _labelled(experiment)
+    split, why, stores = None, _reason(run.config, module.task), _labelled(experiment)
     module.to(get_default_device())
     if not run.config.model.dropout:  # with which two passes differ
         try:
@@ -160,10 +161,14 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
 
 
 def _labelled(experiment: Experiment[Any]) -> dict[str, SplitImages] | None:
-    """The stores of all splits of a run; None if one has other targets than labels."""
+    """The stores of all splits; None if one has other targets than labels, or its own way to read."""
     names = dict.fromkeys(("train", "val", *experiment.final_splits))
     splits = {name: experiment.split(name) for name in names}
-    stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
+    stores = {
+        name: store
+        for name, store in splits.items()
+        if isinstance(store, SplitImages) and type(store).read is SplitImages.read
+    }
     return stores if len(stores) == len(splits) else None
 
 
@@ -194,7 +199,7 @@ class _Maps:
 def _maps(experiment: Experiment[Any], images: Inputs) -> Inputs:
     """What frozen blocks give, where an image is the same in every step; else the images."""
     run, module = experiment.run, images.module.to(get_default_device())
-    why = reason_against(run.config)
+    why = _reason(run.config, module.task)
     if module.mean.device.type != "cpu":
         why = why or "images are on a CPU, but the network is not"
     stores = _labelled(experiment)
@@ -215,6 +220,12 @@ def _maps(experiment: Experiment[Any], images: Inputs) -> Inputs:
         print(f"the layers up to {prefix.last} are computed once a round for each user", flush=True)
     fed = {n: dataclasses.replace(store, pixels=_Maps(store.pixels, prefix)) for n, store in stores.items()}
     return Inputs(prefix.classifier, fed.__getitem__)
+
+
+def _reason(config: TrainingConfig, task: Task) -> str | None:
+    """`reason_against`; or that a task changes images itself, which would be done once, or not at all."""
+    own = [name for name in ("augment", "pixels") if getattr(type(task), name) is not getattr(Task, name)]
+    return reason_against(config) or (f"{type(task).__name__} has its own {own[0]}" if own else None)
 
 
 def reason_against(config: TrainingConfig) -> str | None:

@@ -21,12 +21,15 @@ from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.updates import check_kept, error_bytes
 from benchmarks.core.ledger import calibrated, open_ledger
+from benchmarks.core.losses import check_losses
 from benchmarks.core.precision import name_of, precision_of
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
+from benchmarks.core.repeatable import check_repeatable
 from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import RunContext, Setup
 from pfl_ext.algorithms.fedir import importance_weights
+from pfl_ext.algorithms.personal_parts import BACKBONE
 from pfl_ext.attacks.attack import HONEST, Attack, attackers
 from pfl_ext.averaging import ModelAverage
 from pfl_ext.compression.compressor import PLAIN, Compressor
@@ -45,6 +48,7 @@ from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.tuning import Tuner
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.trained import new_part
 from pfl_ext.rules import refuse
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work, current, is_main, worker_seconds
@@ -151,6 +155,12 @@ def setup(
     )
 
 
+def has_engine(run: AnyRun) -> bool:
+    """Whether the engine trains a run's users, where it can."""
+    unread = run.config.federated.chosen.idle_in_runtime.split()
+    return run.runtime.engine == "fast" and "engine" not in unread and "lanes" not in unread
+
+
 def run_context(
     run: AnyRun,
     chosen: Setup,
@@ -164,10 +174,9 @@ def run_context(
     model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
     engine, unread = None, config.federated.chosen.idle_in_runtime.split()
     kernels: CpuKernels | None = None
-    fast = runtime.engine == "fast" and "engine" not in unread
-    if fast and "lanes" in unread:
+    if runtime.engine == "fast" and "engine" not in unread and "lanes" in unread:
         kernels = kernels_for(chosen.module) if runtime.cpu_kernels else None
-    elif fast:
+    elif has_engine(run):
         engine = CohortEngine(
             chosen.module,
             lanes=runtime.lanes,
@@ -227,10 +236,12 @@ def check_federated(
         Bytes on disk of what the algorithm keeps besides a model, and of errors of compression.
 
     Raises:
-        ValueError: for a cohort larger than the population, a budget that no noise keeps, per-user state
-            that does not fit.
+        ValueError: for a task that mixes images, a cohort larger than the population, a budget that no noise
+            keeps, per-user state that does not fit.
     """
     config = run.config
+    if config.is_private or has_engine(run):
+        check_losses(module, store, config.sampling, config.is_private, has_engine(run))
     federated, users = config.federated, training_data(run, store, module.task, partition)
     if users.num_users == 1 and partition is None and is_main():
         print(
@@ -247,6 +258,8 @@ def check_federated(
     chosen = setup(config, module, users)
     federated.chosen.check(chosen)
     check_kept(config, chosen)
+    check_repeatable(config, module)
+    _check_head_is_shared(config, module)
     if config.devices is not None:
         sent, ids = federated.chosen.traffic(module), users.partition.user_ids
         drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
@@ -256,6 +269,20 @@ def check_federated(
             turnouts.of(0)
     of_users: int = federated.chosen.state_bytes(chosen) + error_bytes(config, chosen)
     return of_users
+
+
+def _check_head_is_shared(config: TrainingConfig, module: ImageClassifier) -> None:
+    """Refuse a rate of the server for a head that stays with the users."""
+    federated, factor = config.federated, config.server.head_rate_factor
+    shared_names = getattr(federated.chosen, "shared_names", None)
+    if factor == 1 or shared_names is None:
+        return
+    head = f"{BACKBONE}{new_part(module.backbone)}."
+    if not any(name.startswith(head) for name in shared_names(module, federated.chosen_options)):
+        raise ValueError(
+            f"server.head_rate_factor is {factor:g}, but with federated.algorithm {federated.name} the head "
+            "stays with the users: set it to 1, or change federated.options.personal"
+        )
 
 
 def train_federated(

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.core.config.benchmark import Run
+from benchmarks.core.own_code import code_of
 from dataset.arrays import Float32Array, IntArray
 from dataset.files import locked, prefetched, written
 from dataset.store.features import FeatureCache
@@ -107,11 +108,13 @@ class KeptFeatures:
     def _filled(self, columns: Mapping[str, _Column], besides: Mapping[str, object]) -> FeatureCache:
         """The features of these columns; ``besides``: what they depend on, that others do not."""
         config = self.run.config
+        code = code_of(config.model.arch, self.split.whole.backbone)
         depends_on = {
             "data_sha256": self.file.content_sha256(),
             "image_size": config.data.image_size,
             "network_sha256": self.split.digest(),
             "network": config.model.arch,
+            **({"code": code} if code else {}),
             **besides,
         }
         counts = {name: self.file.split(column.split).num_images for name, column in columns.items()}

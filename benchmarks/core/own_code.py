@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from torch import nn
+
 from benchmarks.core.config.sections import TrainingConfig
 from dataset.files import OWN, file_digest, own_modules
 from dataset.partitions.drawn import drawers, name_for, read_name, registered_by
@@ -57,6 +59,32 @@ def with_own_code(config: SomeConfig) -> SomeConfig:
     text = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(used.items()))
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS] if used else None
     return dataclasses.replace(config, own_code=digest)
+
+
+def code_of(arch: str, network: nn.Module) -> dict[str, str]:
+    """The SHA-256 of the files, of the user and of this project, that say what a network computes.
+
+    They are those that register it or define one of its layers, and what these import from their folder. Of
+    installed software there are none.
+
+    Args:
+        arch: the network's name.
+        network: its layers.
+    """
+    names = {type(layer).__module__ for layer in network.modules()}
+    names = {
+        name for name in names if name.partition(".")[0] not in PROJECT
+    }  # these know each other's layers
+    if arch in NETWORKS.names():
+        by, thing = _of(NETWORKS, arch)
+        names |= {by, *_modules_of(thing)}
+    own = {module.__name__.partition(".")[0] for module in own_modules()}
+    found: dict[str, str] = {}
+    for module in filter(None, map(sys.modules.get, sorted(names))):
+        top = module.__name__.partition(".")[0]
+        if top in own or _place(sys.modules[top]) is not None:
+            found |= _files(module)
+    return found
 
 
 def _things(config: TrainingConfig) -> Iterator[tuple[str, Any]]:

@@ -1,22 +1,17 @@
-"""What the data file and the loss of a private run must be like, besides what its config says."""
+"""What the data file of a private run must be like, besides what its config says."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.core.experiment import Experiment
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import FOUND_CLASSES, owner
 from dataset.store.validate import validate
 from dataset.store.views import Split
-from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.models.checks import APART
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.pretrained import source_in
-from pfl_ext.models.probing import agree
 
 
 def check_private_data(experiment: Experiment[Any]) -> None:
@@ -85,34 +80,6 @@ def check_private_data(experiment: Experiment[Any]) -> None:
                 f"also in train, for example {owner(both[0], trained)}: split by users (python -m "
                 "dataset.convert --split_by users), or choose a data.partition"
             )
-
-
-@torch.no_grad()
-def check_private_loss(module: ImageClassifier, store: ImageStore) -> None:
-    """Refuse a task of one's own whose loss of an image depends on the other images that are beside it.
-
-    Images of several users go through the network together, and what is clipped is each image's own loss.
-
-    Args:
-        module: the network and the task.
-        store: has images and annotations of the kind that the task reads.
-
-    Raises:
-        ValueError: one line that names the task.
-    """
-    task, rows = module.task, np.arange(min(2, int(store.user_offsets[-1])))
-    if len(rows) < 2:
-        return
-    images, annotations = store.read(rows)
-    targets = task.settled(task.collate(annotations).to(module.mean.device))[0]
-    outputs, targets = module.outputs(torch.from_numpy(images).to(module.mean.device), targets)
-    both, alone = task.image_losses(outputs, targets), task.image_losses(outputs[:1], targets[:1])
-    if both.shape != (2,) or not agree(alone, both[:1], APART):
-        raise ValueError(
-            f"{type(task).__name__}.image_losses gives an image another loss if there are other images in "
-            "its batch, so one user would change the updates of others, and the guarantee would not hold: "
-            "compute each loss from its own image, or set privacy and local_privacy to none"
-        )
 
 
 def _moved(experiment: Experiment[Any]) -> tuple[str, str] | None:

@@ -8,6 +8,7 @@ images (`Recipe`), so a file need not hold it.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from dataset.arrays import IntArray
 from dataset.files import import_all, module_in_execution
 from dataset.store.annotations import LabelMatrix, offsets_of
-from dataset.store.index import PartitionIndex
+from dataset.store.index import PartitionIndex, check_dealt
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,25 @@ class Recipe:
     seed: int
 
     def draw(self, classes: IntArray, images: Images | None = None) -> PartitionIndex:
-        """Draw the partition of images with these classes, ``[N]``. Raises ValueError if it is impossible."""
+        """Draw the partition of images with these classes, ``[N]``.
+
+        Raises:
+            ValueError: one line, if it is impossible, or if the kind draws something else at each call.
+        """
         each = self.images_per_client or len(classes) // self.num_clients
         drawing = Drawing(classes, self.seed, self.num_clients, each, images)
-        return drawers()[self.kind](drawing, self.number)
+        before, drawer = _global_state(), drawers()[self.kind]
+        found = drawer(drawing, self.number)
+        if _global_state() != before and not _same(found, drawer(drawing, self.number)):
+            raise ValueError(
+                f"the partition {self.kind} draws from a global generator, so each start of a run and each "
+                "worker would have other clients: draw from numpy.random.default_rng(drawing.seed)"
+            )
+        try:
+            check_dealt(found, len(classes))
+        except ValueError as fault:
+            raise ValueError(f"the partition {self.name} is none: {fault}") from None
+        return found
 
     @property
     def name(self) -> str:
@@ -134,6 +150,16 @@ class Recipe:
     def provenance(self) -> dict[str, str | float]:
         """What a file says of a partition that was drawn so."""
         return {"kind": self.kind, "number": self.number, "seed": self.seed}
+
+
+def _global_state() -> tuple[object, ...]:
+    """The state of Python's and numpy's generators that all code shares."""
+    return random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002  # nothing is drawn
+
+
+def _same(one: PartitionIndex, other: PartitionIndex) -> bool:
+    parts = (one.rows, other.rows), (one.offsets, other.offsets)
+    return list(one.user_ids) == list(other.user_ids) and all(np.array_equal(*pair) for pair in parts)
 
 
 def name_for(name: str, seed: int) -> str:

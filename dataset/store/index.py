@@ -221,6 +221,15 @@ def _check_partition(name: str, partition: PartitionIndex, images: int, ids: boo
         raise ValueError(BAD_NAME)
     if ids:
         _check_ids("user", partition.user_ids)
+    check_dealt(partition, images)
+
+
+def check_dealt(partition: PartitionIndex, images: int) -> None:
+    """Refuse a partition that does not give each user some of so many images, and each to one user at most.
+
+    Raises:
+        ValueError: one clause with the reason.
+    """
     if not len(partition.user_ids):
         raise ValueError("it has no user")
     if not rises(partition.offsets, len(partition.user_ids), len(partition.rows), least=1):

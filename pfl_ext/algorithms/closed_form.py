@@ -40,7 +40,7 @@ from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_con
 from pfl_ext.configs import STRICT
 from pfl_ext.data.user_images import Batch, UserImages
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.models.features import entering
+from pfl_ext.models.features import Split, entering
 from pfl_ext.models.memory import refuse_beyond_memory
 from pfl_ext.models.trained import head_of
 from pfl_ext.privacy.central import noisy_mean_in
@@ -125,6 +125,13 @@ class ClosedForm(Algorithm[Sums]):
             )
         if trained != {f"{path}.{name}" for name, _ in head.named_parameters()}:
             raise ValueError(f"{name} computes only the last layer: set model.trained to head")
+        try:
+            Split(setup.module)
+        except ValueError as fault:
+            raise ValueError(
+                f"{name} needs a last layer of one vector for each image, but {fault}: choose another "
+                "model.arch or federated.algorithm"
+            ) from None
         if not setup.users.has_labels:
             raise ValueError(
                 f"{name} computes a head for labels, and these annotations are other numbers: choose another "

@@ -149,6 +149,11 @@ class FedBuff(Algorithm[Buffered]):
                 f"{setup.users.num_users}"
             )
         oldest = setup.options.max_staleness
+        if oldest == 0 and setup.options.staleness_weight != FedBuffOptions.staleness_weight:
+            raise ValueError(
+                "federated.options.staleness_weight has no effect if federated.options.max_staleness is 0, "
+                "as no update is old then: raise max_staleness, or leave staleness_weight out"
+            )
         most = setup.options.concurrency if oldest is None else min(setup.options.concurrency, oldest)
         refuse_beyond_memory(
             (most + 1) * trained_bytes(setup.module),

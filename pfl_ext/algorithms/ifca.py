@@ -138,6 +138,11 @@ class Ifca(Algorithm[Clusters]):
             )
         check_differ(setup, names)
         check_scored(options)
+        if not options.balance and options.max_draws != IfcaOptions.max_draws:
+            raise ValueError(
+                "federated.options.max_draws has no effect if federated.options.balance is 0, with which the "
+                "first draw is kept: set balance above 0, or leave max_draws out"
+            )
         if setup.keeps_errors:
             raise ValueError(
                 "compression.options.error_feedback is true, but a user's error belongs to one model, and "

@@ -45,7 +45,7 @@ from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.parties import PartyNetworks
-from pfl_ext.models.probing import before_each
+from pfl_ext.models.probing import before_each, two_images
 from pfl_ext.models.trained import features_in, head_of
 
 
@@ -94,6 +94,13 @@ class Moon(Personalised):
             raise ValueError(
                 "moon needs one feature vector for each image, which networks for masks or boxes and "
                 "networks with model.parties do not have: choose another federated.algorithm"
+            )
+        with torch.no_grad(), features_in(backbone) as found:
+            setup.module(two_images(setup.module.input_size).to(setup.module.mean.device))
+        if len(found) != 1:
+            raise ValueError(
+                f"moon needs one feature vector for each image, but the last layer of this network runs "
+                f"{len(found)} times: choose another model.arch or federated.algorithm"
             )
         last = f"{BACKBONE}{head_of(backbone)[0]}."
         if all(name.startswith(last) for name in trained_names(setup.module)):

@@ -55,7 +55,7 @@ class OwnSteps(OnPfl):
         return self._twin.arithmetic
 
     def begin_user(self, user: UserImages) -> None:
-        """Is called before each user's training."""
+        """Is called before the training of each user who has images."""
 
     def loss(
         self, module: ImageClassifier, received: Weights, images: Tensor, targets: Tensor, crops: Tensor
@@ -83,7 +83,8 @@ class OwnSteps(OnPfl):
         self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Train one user for pfl's loop. Returns its update; the model has the server's weights again."""
-        self.begin_user(user_dataset)
+        if len(user_dataset):  # a worker without users has a placeholder
+            self.begin_user(user_dataset)
         module = model.pytorch_model
         received = {name: p.detach().clone() for name, p in model.variable_map.items()}
 

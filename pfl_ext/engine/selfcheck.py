@@ -54,10 +54,10 @@ Sums = Mapping[str, Tensor]
 def fingerprint(*words: Any) -> str:
     """A hash of what the compared sums depend on, and of these words.
 
-    These sums depend on all code of pfl_ext, the user's own modules (`FL_IMPORT`), the GPU with its driver
-    and CUDA, and the versions of `LIBRARIES`.
+    These sums depend on all code of pfl_ext, the user's own modules (`FL_IMPORT`) with what they import from
+    their folders, the GPU with its driver and CUDA, and the versions of `LIBRARIES`.
     """
-    contents = [Path(module.__file__).read_bytes() for module in own_modules() if module.__file__]
+    contents = [Path(path).read_bytes() for path in _own_files()]
     code = code_digest(ROOT), hashlib.sha256(b"".join(contents)).hexdigest()
     gpu = None
     if torch.cuda.is_available():
@@ -65,6 +65,20 @@ def fingerprint(*words: Any) -> str:
         gpu = torch.cuda.get_device_name(), driver, torch.version.cuda
     versions = [version_of(library) for library in LIBRARIES]
     return hashlib.sha256(repr((code, gpu, versions, words)).encode()).hexdigest()[:16]
+
+
+def _own_files() -> list[str]:
+    """The files of the user's own modules, and all others in their folders that have been imported."""
+    own = own_modules()
+    tops = [sys.modules[module.__name__.partition(".")[0]] for module in own]
+    places = [next(iter(getattr(top, "__path__", ())), None) or top.__file__ or "" for top in tops]
+    folders = tuple(f"{Path(place).parent}{os.sep}" for place in places)
+    known = {getattr(module, "__file__", None): module for module in sys.modules.values()}
+    return sorted(
+        path
+        for path, module in known.items()
+        if path and (module in own or (path.startswith(folders) and not path.startswith(sys.prefix)))
+    )
 
 
 @cache

@@ -99,7 +99,8 @@ class Split:
     """
 
     def __init__(self, whole: ImageClassifier) -> None:
-        self._whole = whole
+        self.whole = whole
+        """The network."""
         self.trained = _last_trained(whole.backbone)
         with nothing_zero(whole.backbone):
             features, outputs = self._run(two_images(whole.input_size).to(whole.mean.device))
@@ -115,8 +116,8 @@ class Split:
     @torch.no_grad()
     def _run(self, images: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The input of the trained layers, and the outputs."""
-        layer = self._whole.backbone.get_submodule(self.trained)
-        return entering(layer, lambda: self._whole(images, crops), self.trained)
+        layer = self.whole.backbone.get_submodule(self.trained)
+        return entering(layer, lambda: self.whole(images, crops), self.trained)
 
     def features(
         self, images: Tensor, crops: Tensor | None = None
@@ -127,13 +128,13 @@ class Split:
             images: the stored images.
             crops: ``[B, 6]``, as in training; None: the transform of evaluation.
         """
-        device = self._whole.mean.device
+        device = self.whole.mean.device
         there = None if crops is None else crops.to(device)
         return self._run(images.to(device), there)[0].cpu().numpy()
 
     def digest(self) -> str:
         """SHA-256 of what features depend on besides the images: layers, weights, and the transform."""
-        whole, after = self._whole, f"backbone.{self.trained}."
+        whole, after = self.whole, f"backbone.{self.trained}."
         about = (self._layers(), whole.framing, whole.mean.tolist(), whole.std.tolist())
         found = hashlib.sha256(repr(about).encode())
         for name, tensor in whole.state_dict().items():
@@ -144,7 +145,7 @@ class Split:
 
     def _layers(self) -> str:
         """The network in words, without random features that follow the split."""
-        backbone = self._whole.backbone
+        backbone = self.whole.backbone
         last = backbone.get_submodule(self.trained)
         if not isinstance(last, OnRandomFeatures):
             return str(backbone)

@@ -45,15 +45,17 @@ def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
 def features_in(backbone: nn.Module) -> Iterator[list[Tensor]]:
     """In this context, a list gets the features of each pass: the last layer's input, float32 ``[B, D]``.
 
-    A map of features counts as its mean over positions.
+    Of features at several positions, as in a map or of tokens, it is the mean over positions.
     """
     found: list[Tensor] = []
+    name, head = head_of(backbone)
+    channels = -1 if isinstance(head, nn.Linear) else 1
 
     def add(features: Tensor) -> None:
-        found.append(features.float() if features.ndim == 2 else features.float().flatten(2).mean(2))
+        vectors = features.ndim == 2
+        found.append(features if vectors else features.movedim(channels, 1).flatten(2).mean(2))
 
-    name = head_of(backbone)[0]
-    with before_each([(name, backbone.get_submodule(name))], lambda _, __, inputs: add(inputs[0])):
+    with before_each([(name, head)], lambda _, __, inputs: add(inputs[0].float())):
         yield found
 
 

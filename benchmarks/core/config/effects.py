@@ -258,6 +258,11 @@ def check_training(config: TrainingConfig) -> None:
             "of each image: set augment.views to none, or model.channel_norm to group"
         )
     config.augment.check(config.model.input_size)
+    if config.model.parties is not None and outputs_of(config.model.arch) != "image":
+        raise ValueError(
+            f"model.parties is {config.model.parties}, but {config.model.arch} has outputs for places of the "
+            "image, of which each party has others: set model.parties to none"
+        )
     central = config.centralised
     rates = (config.local, config.server, central)
     if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):

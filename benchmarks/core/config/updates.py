@@ -4,7 +4,8 @@ aggregation and attack), or which of them come (devices)."""
 from __future__ import annotations
 
 from benchmarks.core.config.sections import TrainingConfig
-from pfl_ext.aggregation.rule import MEAN, SpooledOptions
+from pfl_ext.aggregation.norm_bound import NormBound
+from pfl_ext.aggregation.rule import MEAN, Mean
 from pfl_ext.algorithms.algorithm import ALGORITHMS, Setup, trained_bytes
 from pfl_ext.attacks.attack import HONEST, Attack
 from pfl_ext.compression.compressor import PLAIN
@@ -12,7 +13,7 @@ from pfl_ext.compression.compressor import PLAIN
 
 def is_spooled(config: TrainingConfig) -> bool:
     """Whether all updates of a round are kept until the last has come."""
-    return config.attack.chosen.colludes or isinstance(config.aggregation.chosen_options, SpooledOptions)
+    return config.attack.chosen.colludes or not issubclass(config.aggregation.chosen, Mean | NormBound)
 
 
 def counts_alike(config: TrainingConfig) -> bool:

@@ -20,7 +20,9 @@ from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.features import reason_against
 from benchmarks.flair.config import FLAIR, parse
 from dataset.files import locked
+from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.models.features import Split
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
 from tests.benchmarks.core.test_private import PRIVATE
 from tests.benchmarks.run_files import saved
@@ -84,6 +86,51 @@ def test_the_model_is_that_of_images(words: tuple[str, ...], own_file: Path, tmp
         for name, more in (("features", ()), ("images", (EACH_ROUND,)))
     ]
     assert len(folders(own_file)) == 1
+    assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
+
+
+@pytest.mark.parametrize("trained", ["head", "last_blocks"])
+@pytest.mark.parametrize("method", ["augment", "pixels"])
+def test_a_task_that_changes_images_itself_trains_on_images(
+    method: str, trained: str, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features would leave out what it changes in training, and would serve a task of other pixels, too."""
+    real = getattr(MultiLabel, method)
+
+    def darkened(task: MultiLabel, *of_images: Any) -> Any:
+        found, crops = real(task, *of_images), of_images[-2]
+        factor = 1.0 if crops is None else 0.1
+        return found * factor if method == "pixels" else (found[0] * factor, found[1])
+
+    monkeypatch.setattr(MultiLabel, method, darkened)
+    words = (*HEAD, f"--model.trained={trained}", "--federated.num_rounds=1")
+    runs = [
+        train_into(tmp_path / name, own_file, *words, *more)
+        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
+    ]
+    assert not folders(own_file)
+    assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
+
+
+class Darker(SplitImages):
+    """Images that are changed where they are read."""
+
+    def read(self, rows: Any) -> Any:
+        """Half as bright."""
+        images, targets = super().read(rows)
+        return images // 2, targets
+
+
+def test_a_store_that_changes_images_itself_trains_on_images(
+    own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LabelSetView.split
+    monkeypatch.setattr(LabelSetView, "split", lambda view, name: Darker(**vars(real(view, name))))
+    runs = [
+        train_into(tmp_path / name, own_file, *HEAD, "--federated.num_rounds=1", *more)
+        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
+    ]
+    assert not folders(own_file)
     assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
 
 
@@ -208,7 +255,7 @@ HALF = "--model.feature_format=float16"
 def rounded(split: Split, images: Tensor, crops: Any = None) -> Any:
     """What float16 keeps of features."""
     return (
-        split._run(images.to(split._whole.mean.device))[0].cpu().numpy().astype(np.float16).astype(np.float32)
+        split._run(images.to(split.whole.mean.device))[0].cpu().numpy().astype(np.float16).astype(np.float32)
     )
 
 

@@ -187,6 +187,10 @@ REFUSED = (
     ((*RUN, "--federated.cohort_size=4"), "--federated.cohort_size has no effect where federated.algorithm"),
     ((*RUN, "--federated.replacement=true"), "never trains a user twice at one time: set federated.replac"),
     ((*RUN, "--federated.sampling=proportional"), "draws all users with equal probability: set"),
+    (
+        (*RUN, f"{OPTIONS}max_staleness=0", f"{OPTIONS}staleness_weight=constant"),
+        "federated.options.staleness_weight has no effect if",
+    ),
     ((*RUN, "--federated.mu=0.1"), "--federated.mu has no effect where federated.algorithm is fedbuff"),
     ((*RUN, "--compression.kind=sign"), "compression.kind is sign, but federated.algorithm fedbuff does"),
     ((*RUN, "--aggregation.kind=median"), "federated.algorithm fedbuff does not support it"),

@@ -104,3 +104,10 @@ def test_the_head_is_what_pretrained_weights_leave_new(arch: str, options: dict[
     assert found == [name for name in names.values() if name.startswith(f"backbone.{head}")] != []
     assert len(found) + len(others["params"]) == len(names)
     assert module.rate_groups(0.5, 1.0) == [{"params": [p for p in module.parameters() if p.requires_grad]}]
+
+
+def test_a_head_that_stays_with_users_has_no_rate_at_the_server(refused: Refused, train: Train) -> None:
+    words = ("--server.head_rate_factor=0.5", "--federated.num_rounds=1")
+    refused("fedper the head stays with the users", *words, "--federated.algorithm=fedper")
+    train(*words, "--federated.algorithm=ditto")
+    train(*words, "--federated.algorithm=fedper", "--federated.options.personal=none", name="shared")

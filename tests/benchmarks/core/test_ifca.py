@@ -314,6 +314,7 @@ def test_its_updates_are_compressed_and_its_models_are_not(train: Train) -> None
         ([f"{OPTION}distance=0"], "federated.options.distance is '0': "),
         ([f"{OPTION}shared=head"], "federated.options.shared is 'head': "),
         ([f"{OPTION}num_clusters=99999999"], "ifca keeps 99,999,999 models, which needs up to "),
+        ([f"{OPTION}balance=0", f"{OPTION}max_draws=5"], "federated.options.max_draws has no effect if"),
         ([f"{OPTION}held_out=0", f"{OPTION}score_every=2"], "federated.options.score_every has no effect if"),
         (
             [f"{OPTION}shared=encoder", "--model.trained=head"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,11 @@ from benchmarks.flair.config import parse
 from dataset.partitions import drawn as partitions
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.models.small import NETWORKS
+from tests.benchmarks.conftest import train_into
+from tests.benchmarks.core.test_features import EACH_ROUND, HEAD, SINGLE_STEPS, folders
+from tests.benchmarks.core.test_features import own_file as own_file
+from tests.benchmarks.run_files import saved
+from tests.closeness import assert_close_as_vector
 
 NETS = """
 from functools import partial
@@ -85,3 +92,40 @@ def test_a_network_for_masks_of_own_parts_counts(files: list[Path]) -> None:
     assert before is not None
     files[0].write_text(f"{NETS}# edited\n")
     assert SEGMENTATION.parse(words).config.own_code != before
+
+
+FROZEN = """
+from torch import Tensor, nn
+from pfl_ext.models.small import NETWORKS
+
+class Net(nn.Module):
+    def __init__(self, labels):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, labels)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu().mean((2, 3)))
+
+@NETWORKS.register("frozen_of_mine")
+def frozen(labels: int, _: int) -> nn.Module:
+    return Net(labels)
+"""
+
+
+def test_features_of_an_edited_network_are_computed_again(
+    files: list[Path], own_file: Path, tmp_path: Path
+) -> None:
+    """Its weights, layers and name are what they were, only what it computes is not."""
+    argv, found = (*HEAD, "--model.arch=frozen_of_mine", "--federated.num_rounds=1"), list[Path]()
+    for number, text in enumerate((FROZEN, FROZEN.replace("relu", "sin"))):
+        files[0].write_text(text)
+        sys.modules.pop(MODULES[0], None)
+        NETWORKS._things.pop("frozen_of_mine", None)
+        importlib.invalidate_caches()
+        shutil.rmtree(files[0].parent / "__pycache__", ignore_errors=True)
+        found = [
+            train_into(tmp_path / f"{name}{number}", own_file, *argv, *more)
+            for name, more in (("kept", ()), ("each", (EACH_ROUND,)))
+        ]
+        assert_close_as_vector(saved(found[0]), saved(found[1]), SINGLE_STEPS)
+    assert len(folders(own_file)) == 2

@@ -10,12 +10,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from torch import Tensor
 
 from benchmarks.compare.privacy import in_short, privacy_of
 from benchmarks.compare.reading import compare
 from benchmarks.core.privacy_statement import USERS, central_paragraph, local_paragraph
-from benchmarks.core.private_data import check_private_loss
 from benchmarks.flair.report import collect, markdown
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
@@ -24,17 +22,13 @@ from dataset.partitions.__main__ import main as write_partition
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import owner
 from pfl_ext import checkpoint
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
-from pfl_ext.tasks.multi_label import MultiLabel
-from pfl_ext.tasks.task import Task
-from tests.benchmarks.conftest import TINY, Refused, killed_at, train_into
+from tests.benchmarks.conftest import TINY, killed_at, train_into
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.run_files import error_line, results
 from tests.benchmarks.sparing import sparingly
 from tests.dataset.convert.made_sources import CLASSES, convert, write_folder
-from tests.pfl_ext.engine.setting import SIDE, TASKS, NoisyStore, small_backbone
 
 BY_IMAGES = "--split_by=images --val_share=0.2 --test_share=0.2"
 BY_USERS = "--split_by=users --val_share=0.3 --test_share=0.3 --storage=raw --image_size=20"
@@ -287,22 +281,3 @@ def test_the_paragraph_of_a_seeded_run_begins_with_that() -> None:
     local = LocalPrivacyConfig(epsilon=4.0, delta=1e-3)
     assert local_paragraph(local, USERS, 3, 2, 5.0, True).startswith("This run protects nobody")
     assert "protects nobody" not in local_paragraph(local, USERS, 3, 2, 5.0, False)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_loss_of_each_image_alone_may_be_private(task: Task) -> None:
-    module = ImageClassifier(small_backbone(), task=task, input_size=SIDE)
-    check_private_loss(module, NoisyStore([1, 1], task))
-
-
-def test_a_loss_that_depends_on_the_other_images_is_refused(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = MultiLabel.image_losses
-
-    def contrasted(task: MultiLabel, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = own(task, outputs, targets)
-        return losses - 0.5 * losses.mean()
-
-    monkeypatch.setattr(MultiLabel, "image_losses", contrasted)
-    refused("MultiLabel.image_losses gives an image another loss", "--config=pfl-r-17")

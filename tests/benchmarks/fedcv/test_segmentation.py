@@ -191,6 +191,10 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
     [
         (["--model.arch=resnet18"], "model.arch is resnet18, which has outputs for a whole image"),
         (["--model.arch=unet_lite0"], "model.arch is 'unet_lite0', which is not a known network"),
+        (
+            ["--model.parties=4", "--federated.algorithm=vertical"],
+            "of which each party has others: set model.",
+        ),
         (["--federated.reweight=fedir"], "Segmentation has no form with importance weights"),
         (["--augment.cutmix=1"], "mix labels of whole images, which Segmentation does not have: set both to"),
         (["--data.taxonomy=labels"], "has no masks, but this task needs a class for each pixel: set"),

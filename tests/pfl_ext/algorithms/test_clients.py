@@ -21,7 +21,9 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import RunContext
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.own_steps import OwnSteps
 from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.data.user_images import UserImages
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import connected, current
@@ -33,8 +35,8 @@ SIZES = [3, 11, 0, 20, 2, 1, 9, 1]
 SAMPLING = local_sampling(2, 4, None, straddle=False, input_size=10)
 
 
-def clients(fast: bool) -> Clients:
-    """The clients of users with `SIZES` images, with the engine if ``fast``."""
+def clients(fast: bool, steps: type[OwnSteps] | None = None) -> Clients:
+    """The clients of users with `SIZES` images, with the engine if ``fast``; ``steps``: how they train."""
     module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, task=TASKS[0])
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     context: Any = SimpleNamespace(
@@ -48,12 +50,13 @@ def clients(fast: bool) -> Clients:
         check=None,
         accumulate=torch.float32,
         config_hash="",
+        kernels=None,
     )
     context.backend, context.local_in = (
         partial(RunContext.backend, context),
         partial(RunContext.local_in, context),
     )
-    return Clients(context)
+    return Clients(context, None if steps is None else steps(context))
 
 
 def starts(ours: Clients, number: int) -> list[Weights]:
@@ -96,6 +99,19 @@ def test_a_users_loss_is_that_of_the_round_whatever_was_trained_before() -> None
         losses.append([each.loss_of(3, number) for number in (1, 2)])
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1], "each round has crops and images of its own"
+
+
+def test_steps_of_ones_own_begin_with_users_who_have_images() -> None:
+    """The others, and the placeholder of a worker without users, have nothing that such code could count."""
+    sizes: list[int] = []
+
+    class Noting(OwnSteps):
+        def begin_user(self, user: UserImages) -> None:
+            sizes.append(len(user.targets))
+
+    ours = clients(False, Noting)
+    _, line = ours.mean_update(ours.weights(), USERS, 0)
+    assert (sorted(sizes), line["users"]) == ([1, 1, 3, 9, 20], len(USERS))
 
 
 def test_nobody_has_no_update() -> None:

@@ -47,16 +47,37 @@ def test_a_changed_file_is_another_key(changed: str, tmp_path: Path, monkeypatch
     assert fingerprint("word") != first
 
 
-def test_ones_own_module_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "named, edited",
+    [
+        ("net_of_mine.py", "net_of_mine.py"),
+        ("net_of_mine.py", "parts_of_mine.py"),
+        ("nets_of_mine", "nets_of_mine/__init__.py"),
+        ("nets_of_mine", "nets_of_mine/blocks.py"),
+        ("nets_of_mine", "parts_of_mine.py"),
+    ],
+)
+def test_ones_own_module_counts(
+    named: str, edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the rest of its package, and what it imports from its folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     first = fingerprint()
-    module = tmp_path / "network_of_the_fingerprint.py"
-    module.write_text("WIDTH = 1\n")
-    monkeypatch.setenv(OWN, str(module))
+    texts = {
+        "net_of_mine.py": "import parts_of_mine\n",
+        "parts_of_mine.py": "WIDTH = 1\n",
+        "nets_of_mine/__init__.py": "from nets_of_mine import blocks\n",
+        "nets_of_mine/blocks.py": "import parts_of_mine\n",
+    }
+    (tmp_path / "nets_of_mine").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv(OWN, str(tmp_path / named))
     second = fingerprint()
-    module.write_text("WIDTH = 2\n")
+    (tmp_path / edited).write_text(f"{texts[edited]}DEPTH = 2\n")
     assert len({first, second, fingerprint()}) == 3
-    del sys.modules[module.stem]
+    for name in ("net_of_mine", "parts_of_mine", "nets_of_mine", "nets_of_mine.blocks"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("part", ["name", "driver", "CUDA", "cuDNN", "Triton"])
