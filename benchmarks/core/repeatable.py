@@ -22,6 +22,8 @@ from pfl_ext.randomness import stream, torch_stream
 
 FEW, COORDINATES = 16, 8
 """How many updates a rule is tried on, and numbers of each."""
+LARGE = 10_000
+"""Variables with more numbers than this are left out of what is tried, to save time."""
 STEPS = 6
 """Steps of an optimiser that is tried."""
 APART = 1e-3
@@ -46,6 +48,7 @@ def check_repeatable(config: TrainingConfig, module: ImageClassifier) -> None:
             "in their type"
         )
     shapes = [module.get_parameter(name).shape for name in trained_names(module)]
+    shapes = [shape for shape in shapes if shape.numel() <= LARGE] or shapes
     section, cohort = config.compression, config.federated.cohort_size
     if section.kind != PLAIN:
         compressor = section.chosen(section.chosen_options)
