@@ -27,10 +27,11 @@ from dataset.convert import folder, hf, leaf, npz, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
 from dataset.convert.splits import OTHERS, Dealing
-from dataset.convert.text import Names, header_of, read_classes, say_splits, shown
+from dataset.convert.text import Names, lines, read_classes, say_splits, shown
 from dataset.preprocess import SIDE, UPRIGHT, Options, make, side_or_own
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import BACKGROUNDS, Transcoding
+from dataset.tables import header_of
 
 SHARE = 0.1
 """Share of the users, or of each user's images, for val, and for test, where the source has no splits."""
@@ -110,7 +111,7 @@ def _folder(arguments: argparse.Namespace) -> Found:
                 raise ValueError(f"--{name}_column needs --labels: add --labels FILE, or leave it out")
         return folder.walked(images, names)
     table = input_file("--labels", arguments.labels)
-    header = header_of(table)
+    header = header_of(lines(table), table)
     by_header = arguments.label_column is None and "labels" in header and "label" not in header
     several = arguments.several or by_header
     plural = "labels" if several else "label"
@@ -227,7 +228,7 @@ def _flamby(arguments: argparse.Namespace) -> Found:
     """
     table = input_file("--labels", arguments.labels)
     class_names = _classes(arguments)
-    if class_names is None and set(ISIC) <= set(header_of(table)):
+    if class_names is None and set(ISIC) <= set(header_of(lines(table), table)):
         class_names = list(ISIC)
     columns = folder.Columns("image", "center", "target", "fold")
     names = {"labels": Names(class_names, numbered=True)}

@@ -122,7 +122,7 @@ ROWS: list[tuple[Callable[[], None], str]] = [
     ),
     (replaced("path,client", "path;client"), "own/labels.csv has no column 'path'"),
     (replaced("label\n", "client\n"), "own/labels.csv has two columns named 'client': remove or rename one"),
-    (rewritten(b""), "own/labels.csv is empty; it needs the columns path, client, label"),
+    (rewritten(b""), "own/labels.csv has no column 'path'; it needs path, client, label, but it is empty"),
     (rewritten(b"path,client,label\n"), "own/labels.csv has no image"),
     (
         rewritten(b"path,client,label\n4.png,b\xff,x\n"),
