@@ -125,7 +125,7 @@ class Layout:
 
     Attributes:
         forms: the kinds of annotations that it can have, the usual one first.
-        wanted: like `dataset.fetch.members.Wanted`, for one kind of annotation.
+        wanted: like `dataset.fetch.members.Wanted`, for one kind of annotation; without ``users.csv``.
         read: reads the wanted files, given their contents by name, and their place for errors. A ValueError
             names the file and what is wrong in it.
         open_first_pixel: whether `Reading.first_pixel` may be 1 or 0.

@@ -19,16 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dataset.fetch.annotated import (
-    COLUMNS,
-    MAX_USERS_BYTES,
-    USERS_CSV,
-    Annotated,
-    Form,
-    Layout,
-    Reading,
-    fitted,
-)
+from dataset.fetch.annotated import COLUMNS, Annotated, Form, Layout, Reading, fitted
 from dataset.fetch.outlines import CROWD_CLASS, LEAST_NUMBERS, MAX_PIXELS, Outline, checked, mask_png, packed
 from dataset.store.annotations import BACKGROUND, CROWD, VOID, is_background
 
@@ -51,8 +42,6 @@ Json = dict[str, Any]
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
-    if path.name == USERS_CSV:
-        return path.name, MAX_USERS_BYTES
     return (path.name, MAX_JSON_BYTES) if _NAME.fullmatch(path.name) else None
 
 

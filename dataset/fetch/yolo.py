@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from dataset.fetch.annotated import MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
+from dataset.fetch.annotated import USERS_CSV, Annotated, Form, Layout, Reading
 from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.fetch.coco import Json, Reader
 from dataset.fetch.members import files_below
@@ -46,8 +46,6 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
-    if path.name == USERS_CSV:
-        return path.name, MAX_USERS_BYTES
     if len(path.parts) == 1 and path.name in NAMES:
         return path.name, MAX_NAMES_BYTES
     if path.suffix.lower() != TEXT or len(path.parts) == 1 or path.name in NAMES:
