@@ -289,6 +289,11 @@ def train_federated(
     score = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
     training = run_context(run, setup(config, module, users, recorder.files.path), score, mechanism)
+    return _trained(config, training, recorder)
+
+
+def _trained(config: TrainingConfig, training: RunContext, recorder: Recorder) -> PyTorchModel:
+    """The model after all rounds."""
     amp = training.model.amp_context
     precision = None if amp is None else amp.fast_dtype
     algorithm = config.federated.chosen.start(training)
@@ -322,10 +327,9 @@ def train_federated(
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         recorder.step_done(number, line, state)
     recorder.arithmetic = recorder.arithmetic or algorithm.arithmetic(precision)
-    if training.check is not None and training.check.outcome is not None:
-        recorder.findings["engine_check"] = training.check.outcome
-    if training.tuner is not None and training.tuner.outcome is not None:
-        recorder.findings["engine_choice"] = training.tuner.outcome
+    for key, found in (("engine_check", training.check), ("engine_choice", training.tuner)):
+        if found is not None and found.outcome is not None:
+            recorder.findings[key] = found.outcome
     recorder.findings |= {"traffic": algorithm.bytes(state)._asdict(), **algorithm.findings(state)}
     if training.engine is not None:
         training.engine.close()

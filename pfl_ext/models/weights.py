@@ -121,6 +121,16 @@ def load_weights(
     if added and not added & loaded.keys():
         vars(backbone)[_DRAWN] = sorted(added)
         wanted = {name: tensor for name, tensor in wanted.items() if name not in added}
+    _check_fit(loaded, wanted, source, arch, keeps_head=head is None)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(loaded[name])
+
+
+def _check_fit(
+    loaded: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str, arch: str, keeps_head: bool
+) -> None:
+    """Raise ValueError unless a file has exactly the tensors that a network needs of it."""
     missing, unexpected = wanted.keys() - loaded.keys(), loaded.keys() - wanted.keys()
     if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
         raise ValueError(
@@ -144,13 +154,10 @@ def load_weights(
         *([f"of the wrong shape or type {some(wrong)}"] if wrong else []),
     ]
     if found:
-        remedy = " with these labels, or set model.keep_head to false" if head is None else ""
+        remedy = " with these labels, or set model.keep_head to false" if keeps_head else ""
         if all("pos_embedding" in each for each in (*missing, *unexpected, *wrong)):  # of or for one patch
             remedy = " for images of this size, or choose another model.input_size"
         raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}{remedy}")
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(loaded[name])
 
 
 def drawn_in(network: nn.Module) -> list[str]:

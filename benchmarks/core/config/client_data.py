@@ -25,7 +25,7 @@ class ClientDataConfig(ImageConfig):
 
 
 def check_scored(config: TrainingConfig) -> None:
-    """Refuse a share that is none; and where test is scored over the rounds, what reads val or chooses a model.
+    """Refuse a share that is none; and where test is scored over the rounds, what reads val or chooses by it.
 
     Raises:
         ValueError: one line that names the key and what to do.
