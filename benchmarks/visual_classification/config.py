@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.client_data import ClientDataConfig, check_scored
-from benchmarks.core.config.effects import check_training
+from benchmarks.core.config.client_data import ClientDataConfig, check_clients
 from benchmarks.core.config.privacy_rules import OF_THE_DATA, Rule, each, only
 from benchmarks.core.config.sections import EvaluationConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree, merge
@@ -209,20 +208,16 @@ CIFAR-10 a user, with the rate and rounds that were best on 5,000 training image
 """
 
 
-def check(config: Config) -> None:
-    """Refuse combinations that no run could mean.
-
-    Raises:
-        ValueError: one line that names the key and what to do.
-    """
-    check_training(config)
-    check_scored(config)
-
-
 RETIRED = ("personal", "evaluation.per_user", "evaluation.few_shot_below")
 """Keys of FLAIR's that this benchmark once took and never read."""
 VISION = Benchmark(
-    Config, Path(__file__).parent / "configs", "cifar10-fedavgm", RECIPES, PROTOCOL, check, retired=RETIRED
+    Config,
+    Path(__file__).parent / "configs",
+    "cifar10-fedavgm",
+    RECIPES,
+    PROTOCOL,
+    check_clients,
+    retired=RETIRED,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
+from benchmarks.core.config.effects import check_training
 from benchmarks.core.config.sections import ImageConfig, TrainingConfig
 from pfl_ext.configs import STRICT
 
@@ -24,12 +25,13 @@ class ClientDataConfig(ImageConfig):
     """Share of each user's training images that becomes val, for a file without val; 0: the file's val."""
 
 
-def check_scored(config: TrainingConfig) -> None:
-    """Refuse a share that is none; and where test is scored over the rounds, what reads val or chooses by it.
+def check_clients(config: TrainingConfig) -> None:
+    """`check_training`; refuse a share that is none, and where test is scored what reads or chooses by val.
 
     Raises:
         ValueError: one line that names the key and what to do.
     """
+    check_training(config)
     data: Any = config.data
     if not 0 <= data.val_share < 1:
         raise ValueError(f"data.val_share is {data.val_share:g}: give a number of at least 0 and below 1")

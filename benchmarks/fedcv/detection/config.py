@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.client_data import ClientDataConfig, check_scored
-from benchmarks.core.config.effects import check_training
+from benchmarks.core.config.client_data import ClientDataConfig, check_clients
 from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each, only
 from benchmarks.core.config.sections import REPETITION, EvaluationConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
@@ -122,8 +121,7 @@ def check(config: Config) -> None:
     Raises:
         ValueError: one line that names the key and what to do.
     """
-    check_training(config)
-    check_scored(config)
+    check_clients(config)
     if config.augment.padding == "reflect":
         raise ValueError(
             "augment.padding is reflect, but boxes cannot be mirrored at the border of an image: set "

@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.client_data import ClientDataConfig, check_scored
-from benchmarks.core.config.effects import check_training
+from benchmarks.core.config.client_data import ClientDataConfig, check_clients
 from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each, only
 from benchmarks.core.config.sections import REPETITION, EvaluationConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
@@ -114,17 +113,9 @@ RECIPES: Mapping[str, Tree] = {
 }
 
 
-def check(config: Config) -> None:
-    """Refuse combinations that no run could mean.
-
-    Raises:
-        ValueError: one line that names the key and what to do.
-    """
-    check_training(config)
-    check_scored(config)
-
-
-SEGMENTATION = Benchmark(Config, Path(__file__).parent / "configs", "camvid-fl", RECIPES, PROTOCOL, check)
+SEGMENTATION = Benchmark(
+    Config, Path(__file__).parent / "configs", "camvid-fl", RECIPES, PROTOCOL, check_clients
+)
 
 parse = SEGMENTATION.parse
 """The run that a command line asks for."""
