@@ -162,23 +162,7 @@ def run_context(
     accumulate = torch.float64 if runtime.accumulate == "fp64" else torch.float32
     weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
     model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
-    engine, unread = None, config.federated.chosen.idle_in_runtime.split()
-    kernels: CpuKernels | None = None
-    fast = runtime.engine == "fast" and "engine" not in unread
-    if fast and "lanes" in unread:
-        kernels = kernels_for(chosen.module) if runtime.cpu_kernels else None
-    elif fast:
-        engine = CohortEngine(
-            chosen.module,
-            lanes=runtime.lanes,
-            accumulate=accumulate,
-            prefetch=runtime.prefetch,
-            reader_threads=runtime.reader_threads,
-            fuse=runtime.fuse,
-            cpu_kernels=runtime.cpu_kernels,
-            rate_varies=local.schedule != "constant",
-        )
-        kernels = engine.kernels  # loaded, or found missing, once
+    engine, kernels = _engine(run, chosen.module, accumulate)
     return RunContext(
         **vars(chosen),
         model=model,
@@ -205,6 +189,28 @@ def run_context(
         attack=attack(config),
         attack_share=config.attack.share,
     )
+
+
+def _engine(
+    run: AnyRun, module: ImageClassifier, accumulate: torch.dtype
+) -> tuple[CohortEngine | None, CpuKernels | None]:
+    """What trains the users of a run besides pfl's loop; the kernels are loaded, or found missing, once."""
+    runtime, unread = run.runtime, run.config.federated.chosen.idle_in_runtime.split()
+    if runtime.engine != "fast" or "engine" in unread:
+        return None, None
+    if "lanes" in unread:
+        return None, kernels_for(module) if runtime.cpu_kernels else None
+    engine = CohortEngine(
+        module,
+        lanes=runtime.lanes,
+        accumulate=accumulate,
+        prefetch=runtime.prefetch,
+        reader_threads=runtime.reader_threads,
+        fuse=runtime.fuse,
+        cpu_kernels=runtime.cpu_kernels,
+        rate_varies=run.config.local.schedule != "constant",
+    )
+    return engine, engine.kernels
 
 
 def tuner(

@@ -115,40 +115,45 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
         ValueError: one line that names the path, for a client without images, an image at a wrong depth, a
             link out of the folder, or when there is no image at all.
     """
-    tops = [path for path in _inside(folder, PurePosixPath()) if _is_folder(folder, path)]
-    called = [path for path in tops if path.name in SPLIT_NAMES]
-    if called and len(called) < len(tops):
-        other = next(path for path in tops if path.name not in SPLIT_NAMES)
-        raise ValueError(
-            f"{folder.root / other}: {called[0].name} beside it is a split, so all folders here must be "
-            f"splits ({', '.join(SPLIT_NAMES)}): rename or move one of them"
-        )
+    tops = _folders(folder, PurePosixPath())
+    are_splits = _are_splits(folder, tops)
     _refuse_images(folder, PurePosixPath())
     kinds = _kinds(False, "")
     rows, empty = FileRows(folder, kinds, names), []
-    classes = [path for top in tops for path in _inside(folder, top)] if called else tops
-    classes = [path for path in classes if _is_folder(folder, path) and any(_inside(folder, path))]
-    no_clients = bool(classes) and all(_holds_images_alone(folder, path) for path in classes)
-    for path in classes if no_clients else ():
-        _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
-    for top in () if no_clients else tops:
-        split = SPLIT_NAMES[top.name] if called else None
-        clients = [p for p in _inside(folder, top) if _is_folder(folder, p)] if called else [top]
-        if called:
+    below = {top: _folders(folder, top) if are_splits else [top] for top in tops}  # clients, or classes
+    filled = [path for inner in below.values() for path in inner if any(_inside(folder, path))]
+    no_clients = bool(filled) and all(_holds_images_alone(folder, path) for path in filled)
+    for top, inner in below.items():
+        split = SPLIT_NAMES[top.name] if are_splits else None
+        if are_splits:
             _refuse_images(folder, top)
-            if not clients:
-                empty.append(str(top))
-        for client in clients:
-            if not _walk_client(folder, client, split, rows):
-                empty.append(str(client))
+        if no_clients:
+            for path in inner:
+                _walk_class(folder, path, NO_CLIENT, split, rows)
+            continue
+        empty += [str(client) for client in inner if not _walk_client(folder, client, split, rows)]
+        if not inner:
+            empty.append(str(top))
     part = rows.part(str(folder.root), lambda row: str(folder.root))
     return Found([part], kinds, names, rows.num_bytes, empty_users=empty, clients=not no_clients)
+
+
+def _are_splits(folder: Folder, tops: Sequence[PurePosixPath]) -> bool:
+    """Whether the first folders are splits; ValueError where only some of them are."""
+    splits = [path for path in tops if path.name in SPLIT_NAMES]
+    if splits and len(splits) < len(tops):
+        other = next(path for path in tops if path.name not in SPLIT_NAMES)
+        raise ValueError(
+            f"{folder.root / other}: {splits[0].name} beside it is a split, so all folders here must be "
+            f"splits ({', '.join(SPLIT_NAMES)}): rename or move one of them"
+        )
+    return bool(splits)
 
 
 def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows: FileRows) -> int:
     """Add the images of a client, and return their number."""
     _refuse_images(folder, client)
-    labels = [path for path in _inside(folder, client) if _is_folder(folder, path)]
+    labels = _folders(folder, client)
     return sum(_walk_class(folder, label, client.name, split, rows) for label in labels)
 
 
@@ -181,6 +186,11 @@ def _inside(folder: Folder, path: PurePosixPath) -> Iterator[PurePosixPath]:
     except OSError as error:
         raise ValueError(f"{folder.root / path} cannot be read: {error.strerror}") from None
     yield from (path / name for name in found if not name.startswith(".") and name.lower() not in _RUBBISH)
+
+
+def _folders(folder: Folder, path: PurePosixPath) -> list[PurePosixPath]:
+    """The folders directly in a folder below the root, in alphabetical order."""
+    return [inner for inner in _inside(folder, path) if _is_folder(folder, inner)]
 
 
 def _is_folder(folder: Folder, path: PurePosixPath) -> bool:
