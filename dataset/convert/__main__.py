@@ -111,7 +111,28 @@ def _folder(arguments: argparse.Namespace) -> Found:
                 raise ValueError(f"--{name}_column needs --labels: add --labels FILE, or leave it out")
         return folder.walked(images, names)
     table = input_file("--labels", arguments.labels)
-    header = header_of(lines(table), table)
+    columns = _columns(arguments, table, header_of(lines(table), table))
+    if unread := folder.unread_columns(table, columns):
+        print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
+    if columns.fine:
+        names["fine_grained_labels"] = Names()
+    found = folder.listed(images, [(table, None)], columns, names)
+    many = [name for name in names["labels"].vocabulary() if SEVERAL in name]
+    if many and not columns.separator:
+        print(
+            f"{len(many):,} class names contain a semicolon, such as {many[0]!r}: if each of them lists "
+            "several labels of an image, add --several",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _columns(arguments: argparse.Namespace, table: Path, header: Sequence[str]) -> folder.Columns:
+    """The CSV's columns, by the options or by their usual names.
+
+    Raises:
+        ValueError: when it lacks one.
+    """
     by_header = arguments.label_column is None and "labels" in header and "label" not in header
     several = arguments.several or by_header
     plural = "labels" if several else "label"
@@ -133,18 +154,7 @@ def _folder(arguments: argparse.Namespace) -> Found:
         which = ", ".join(f"--{key}_column" for key, name in asked.items() if name in lacking)
         has = ", ".join(map(shown, header))[:200]
         raise ValueError(f"{table} has no column {lacking[0]!r}; it has {has}: give its name with {which}")
-    if unread := folder.unread_columns(table, columns):
-        print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
-    if columns.fine:
-        names["fine_grained_labels"] = Names()
-    found = folder.listed(images, [(table, None)], columns, names)
-    if not several and (many := [name for name in names["labels"].vocabulary() if SEVERAL in name]):
-        print(
-            f"{len(many):,} class names contain a semicolon, such as {many[0]!r}: if each of them lists "
-            "several labels of an image, add --several",
-            file=sys.stderr,
-        )
-    return found
+    return columns
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:

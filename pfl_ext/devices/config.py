@@ -95,11 +95,13 @@ class DevicesConfig:
                 "devices.sigma varies the speeds of devices.classes, which are not set: set "
                 "devices.classes, or leave sigma out"
             )
-        for key in ("deadline_s", "availability"):
-            if getattr(self, key) is not None and not self.has_clock:
+        for key, value in (
+            ("deadline_s", self.deadline_s),
+            ("availability", self.availability),
+            ("over_selection", self.over_selection > 1 or None),
+        ):
+            if value is not None and not self.has_clock:
                 raise ValueError(f"devices.{key} needs speeds: set devices.classes or devices.capacities")
-        if self.over_selection > 1 and not self.has_clock:
-            raise ValueError("devices.over_selection needs speeds: set devices.classes or devices.capacities")
         if (self.availability is None) != (self.availability_period_s is None):
             raise ValueError("devices.availability and devices.availability_period_s must be set together")
         for key in ("capacities", "availability"):

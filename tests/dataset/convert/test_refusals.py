@@ -267,6 +267,12 @@ FOLDERS: list[tuple[Callable[[], object], str]] = [
 ]
 
 
+def test_an_image_beside_the_folders_of_classes_of_a_split(capsys: pytest.CaptureFixture[str]) -> None:
+    write_image(Path("own/train/cat/x.jpg"), 1)
+    write_image(Path("own/train/y.jpg"), 2)
+    refused(FOLDER, "own/train/y.jpg is not in the folder of a class: images must be in", capsys)
+
+
 @pytest.mark.parametrize(("change", "said"), FOLDERS)
 def test_a_folder_that_is_wrong(
     change: Callable[[], object], said: str, capsys: pytest.CaptureFixture[str]
