@@ -207,16 +207,7 @@ def _annotation(
         values = pc.struct_field(values, "name")
     names, codes = _coded(values)
     record, codes = record[kept], codes[kept]
-    occurring = np.unique(codes)
-    known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring.tolist())
-    check_num_labels(name, len(known))
-    mapping = {label: rank for rank, label in enumerate(known)}
-    for code in occurring.tolist():
-        if names[code] not in mapping:
-            where = whose(int(record[np.flatnonzero(codes == code)[0]]))
-            raise ValueError(
-                f"{where} has the label {names[code]!r}, which --label_mapping does not list under {name}"
-            )
+    mapping = _numbers(names, codes, name, vocabulary, lambda place: whose(int(record[place])))
     to_number = np.array([mapping.get(label, -1) for label in names], np.int64)
     classes = to_number[codes] if len(codes) else codes
     if kind == "label set":
@@ -227,3 +218,31 @@ def _annotation(
     every = np.zeros(len(keep), np.int64)
     every[record] = classes
     return mapping, OneClass.of(every, len(mapping))
+
+
+def _numbers(
+    names: list[str], codes: IntArray, name: str, vocabulary: list[str] | None, whose: Callable[[int], str]
+) -> dict[str, int]:
+    """The number of each name in the vocabulary, or without one of each that occurs in an annotation.
+
+    Args:
+        names: those of all records.
+        codes: the places in ``names`` of what occurs.
+        name: of the annotation.
+        vocabulary: the names in the order of their numbers.
+        whose: the record of an element of ``codes``, in words.
+
+    Raises:
+        ValueError: for a name that the vocabulary has not.
+    """
+    occurring = np.unique(codes).tolist()
+    known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring)
+    check_num_labels(name, len(known))
+    mapping = {label: rank for rank, label in enumerate(known)}
+    for code in occurring:
+        if names[code] not in mapping:
+            where = whose(int(np.flatnonzero(codes == code)[0]))
+            raise ValueError(
+                f"{where} has the label {names[code]!r}, which --label_mapping does not list under {name}"
+            )
+    return mapping
