@@ -160,7 +160,7 @@ def prefetched(
     items: Iterable[Item],
     *,
     ahead: int,
-    threads: int = 1,
+    threads: int,
     begin: Callable[[], None] | None = None,
 ) -> Iterator[Result]:
     """Yield ``work(item)`` in the order of ``items``; other threads work ahead of need.
