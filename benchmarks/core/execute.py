@@ -153,12 +153,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
     config = run.config
     if config.mode == "centralised" and current() is not None:
         raise ValueError("centralised training runs in a single process: start it without a launcher (NP=1)")
-    directory = Path(from_main(str(directory_of(run, data_path)) if is_main() else None))
-    refuse_broken_link("--run_dir", directory)
-    if str(directory) != str(directory).encode(errors="replace").decode():
-        raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"--run_dir {directory} is a file: choose another folder")
+    directory = _usable(Path(from_main(str(directory_of(run, data_path)) if is_main() else None)))
     if is_main():
         probe(data_path)
     with DataFile(data_path, check_images=config.is_private) as file:  # whose noise is for these images
@@ -182,6 +177,16 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         _show(experiment, results, directory)
         if had_ended:
             print("to train it again, choose another run directory")
+
+
+def _usable(directory: Path) -> Path:
+    """The path of a run directory, if it is or can become one."""
+    refuse_broken_link("--run_dir", directory)
+    if str(directory) != str(directory).encode(errors="replace").decode():
+        raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--run_dir {directory} is a file: choose another folder")
+    return directory
 
 
 def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:

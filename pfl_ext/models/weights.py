@@ -97,10 +97,7 @@ def load_weights(
     Raises:
         ValueError: unless names and all other shapes are exactly the network's.
     """
-    for prefix in PREFIXES:
-        own = any(name.startswith(prefix) for name in backbone.state_dict())
-        if tensors and not own and all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    tensors = _without_prefix(tensors, backbone)
     if isinstance(backbone, EncoderDecoder) and not any(name.startswith("encoder.") for name in tensors):
         if head is None:
             raise ValueError(f"{source} holds no decoder of {arch}: set model.keep_head to false")
@@ -125,6 +122,15 @@ def load_weights(
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(loaded[name])
+
+
+def _without_prefix(tensors: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
+    """The tensors by their names in the network: without one of `PREFIXES` that all have, but none there."""
+    for prefix in PREFIXES:
+        own = any(name.startswith(prefix) for name in backbone.state_dict())
+        if tensors and not own and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _check_fit(
