@@ -160,7 +160,7 @@ def prefetched(
     items: Iterable[Item],
     *,
     ahead: int,
-    threads: int = 1,
+    threads: int,
     begin: Callable[[], None] | None = None,
 ) -> Iterator[Result]:
     """Yield ``work(item)`` in the order of ``items``; other threads work ahead of need.
@@ -259,11 +259,16 @@ def own_modules() -> list[ModuleType]:
                 f"{OWN} names {name}, which cannot be imported{'' if path else ' from here or PYTHONPATH'} "
                 f"({type(fault).__name__}: {fault}): repair it, or unset {OWN}"
             ) from fault
-        is_folder = path is not None and path.is_dir()
-        place = next(iter(getattr(found[-1], "__path__", ())), None) if is_folder else None
-        place = place or getattr(found[-1], "__file__", None)
-        if path and not (place and path.exists() and Path(place).samefile(path)):
+        place = _place_of(found[-1], path) if path else None
+        if path and not (place and path.exists() and place.samefile(path)):
             raise ValueError(
                 f"{OWN} names {name}, but Python imports {place} under the name {path.stem}: rename yours"
             )
     return found
+
+
+def _place_of(module: ModuleType, path: Path) -> Path | None:
+    """The folder of a module where ``path`` is one, else its file; None for one that has neither."""
+    folder = next(iter(getattr(module, "__path__", ())), None) if path.is_dir() else None
+    place = folder or getattr(module, "__file__", None)
+    return Path(place) if place else None

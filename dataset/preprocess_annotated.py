@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ import pyarrow as pa
 from dataset.cli import input_file, is_address, training_command
 from dataset.fetch.annotated import (
     COLUMNS,
+    MAX_USERS_BYTES,
     USERS_CSV,
     Annotated,
     Finish,
@@ -149,8 +150,12 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
 def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
     spec = place.spec
     form = getattr(arguments, "annotation", spec.layout.forms[0])
-    files = collected(place.fetched(), lambda path: spec.layout.wanted(path, form))
-    users = _users(arguments, files, spec.layout.ways)
+
+    def wanted(path: PurePosixPath) -> tuple[str, int] | None:
+        return (USERS_CSV, MAX_USERS_BYTES) if path.name == USERS_CSV else spec.layout.wanted(path, form)
+
+    files = collected(place.fetched(), wanted)
+    users = _users(arguments, files.pop(USERS_CSV, None), spec.layout.ways)
     reading = Reading(
         form,
         getattr(arguments, "bad_boxes", None) == "cut",
@@ -197,14 +202,15 @@ def _say_training(output: Path, form: str) -> None:
     print(f"train on it: {command}", file=sys.stderr)
 
 
-def _users(arguments: argparse.Namespace, files: Mapping[str, bytes], ways: Sequence[str]) -> Users | None:
-    """What the CSV says, if there is one."""
+def _users(arguments: argparse.Namespace, content: bytes | None, ways: Sequence[str]) -> Users | None:
+    """What the CSV says, if there is one; ``content``: that of the one among the annotations."""
     if arguments.users_csv is not None:
         path = input_file("--users_csv", arguments.users_csv)
         return read_users(path.read_bytes(), str(path))
     beside = Path(arguments.source) / USERS_CSV  # of archives
-    if USERS_CSV in files or beside.is_file():
-        content = files[USERS_CSV] if USERS_CSV in files else beside.read_bytes()
+    if content is None and beside.is_file():
+        content = beside.read_bytes()
+    if content is not None:
         return read_users(content, f"{arguments.source}: {USERS_CSV}")
     if ways and arguments.users not in (None, *ways):
         raise ValueError(f"--users is {arguments.users!r}; it must be {' or '.join(ways)}")

@@ -9,6 +9,7 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +135,14 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         "lists_sha256": digest,
     }
     estimate = spec.mean_image_bytes * len(ids)
-
-    def source(shards: list[Shard], files: Path | None, **more: Any) -> ArchiveSource:
-        return ArchiveSource(
-            listing,
-            lambda _: table,
-            shards,
-            files,
-            schema=table.schema,
-            num_images=len(ids),
-            provenance=provenance,
-            **more,
-        )
-
+    source = partial(
+        ArchiveSource,
+        listing,
+        lambda _: table,
+        schema=table.schema,
+        num_images=len(ids),
+        provenance=provenance,
+    )
     if is_address(place):
         shards = [remote_shard(archive, place, folder, wanted) for archive in spec.archives]
 

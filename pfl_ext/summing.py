@@ -20,7 +20,7 @@ class FlatSumAggregator(SumAggregator):
     the order changes it by about 1e-7 of a round's update.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
 

@@ -250,17 +250,21 @@ def measure(sides: Sides, rounds: int) -> Tree:
     }
     out["ratio"] = out["stock"]["round_s"] / out["fast"]["round_s"]
     if get_default_device().type == "cuda":
-        out["peak_memory_gb"] = max(side.peak_bytes for side in pair.values()) / 1e9
-        out["reserved_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
-        for name, side in pair.items():
-            out[name]["peak_memory_gb"] = side.peak_bytes / 1e9
-        card = torch.cuda.get_device_name()
-        peak = next((flops for key, flops in PEAK_FLOPS.items() if key in card), None)
-        if peak is not None and sides.flops_of_an_image is not None:
-            for name in pair:
-                flops = out[name]["image_passes_per_s"] * sides.flops_of_an_image
-                out[name]["model_flop_utilisation"] = flops / peak
+        _measure_card(out, pair, sides.flops_of_an_image)
     return out
+
+
+def _measure_card(out: Tree, pair: Mapping[str, Side], flops_of_an_image: float | None) -> None:
+    """Add the memory of a card that both engines used, and the share of its arithmetic."""
+    out["peak_memory_gb"] = max(side.peak_bytes for side in pair.values()) / 1e9
+    out["reserved_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    card = torch.cuda.get_device_name()
+    peak = next((flops for key, flops in PEAK_FLOPS.items() if key in card), None)
+    for name, side in pair.items():
+        out[name]["peak_memory_gb"] = side.peak_bytes / 1e9
+        if peak is not None and flops_of_an_image is not None:
+            flops = out[name]["image_passes_per_s"] * flops_of_an_image
+            out[name]["model_flop_utilisation"] = flops / peak
 
 
 def cost_of_privacy(sides: Sides, rounds: int) -> Tree:

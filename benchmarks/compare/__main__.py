@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -169,8 +170,8 @@ def _check_target(comparison: Comparison, target: float | None) -> None:
         raise ValueError(f"--target is {target:g}: give a percentage from 0 to 100")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Read, draw, write."""
+def _options(argv: Sequence[str]) -> Namespace:
+    """What the command line asks for."""
     parser = command_parser("compare", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, default=Path("compare"))
@@ -190,9 +191,15 @@ def main(argv: Sequence[str]) -> None:
         "--names", type=Path, metavar="YAML", help="names to show for labels, and their order"
     )
     options = parser.read(argv)
-    folder = output_folder("--output_dir", options.output_dir)
+    output_folder("--output_dir", options.output_dir)
     if options.rows and options.columns is None:
         raise ValueError("--rows can be used only with --columns")
+    return options
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read, draw, write."""
+    options = _options(argv)
     comparison = compare(options.run_dirs)
     _check_target(comparison, options.target)
     if options.at_megabytes is not None and not 0 <= options.at_megabytes < math.inf:
@@ -200,9 +207,20 @@ def main(argv: Sequence[str]) -> None:
     crossing = None if options.columns is None else crossed(comparison, options.columns, options.rows)
     if options.names is not None:
         comparison, crossing = _named(comparison, crossing, options.names)
-    found = charts.charts(comparison)
+    written = _write(comparison, crossing, options, shlex.join(["python", "-m", "benchmarks.compare", *argv]))
+    for line in comparison.left_out:
+        print(f"left out: {pages.clean(line)}")
+    if unfinished := comparison.unfinished(groups.MOST_NAMES):
+        print(f"WARNING: {unfinished}", file=sys.stderr)
+    shown = [path if path.parent == options.output_dir else path.parent for path in written]
+    print(f"written: {', '.join(map(str, dict.fromkeys(shown)))}")
+
+
+def _write(comparison: Comparison, crossing: Crossed | None, options: Namespace, command: str) -> list[Path]:
+    """Write page, tables and charts into a folder in place of those of an earlier comparison; their paths."""
+    folder, found = options.output_dir, charts.charts(comparison)
     replaced = _of_an_earlier_one(folder)
-    page, command = folder / "compare.html", shlex.join(["python", "-m", "benchmarks.compare", *argv])
+    page = folder / "compare.html"
     pages.write(page, _page(comparison, found, options.target, options.at_megabytes, crossing))
     texts = {
         "compare.csv": tables.csv(comparison),
@@ -221,12 +239,7 @@ def main(argv: Sequence[str]) -> None:
     for old in replaced - {*names}:
         (folder / old).unlink()
     write_bytes(folder / WRITTEN, "\n".join(names).encode())
-    for line in comparison.left_out:
-        print(f"left out: {pages.clean(line)}")
-    if unfinished := comparison.unfinished(groups.MOST_NAMES):
-        print(f"WARNING: {unfinished}", file=sys.stderr)
-    top = [path for path in written if path.parent == folder]
-    print(f"written: {', '.join(map(str, [*top, *([folder / 'charts'] if found else [])]))}")
+    return written
 
 
 def _of_an_earlier_one(folder: Path) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.compare.groups import Comparison, Group, refuse_doubles, telling_keys, values_in_words
@@ -61,15 +61,15 @@ class Crossed:
         return [self.cells.get((row, place)) for row in range(len(self.rows))]
 
 
-def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> Crossed:
+def crossed(comparison: Comparison, key: str, row_keys: Sequence[str]) -> Crossed:
     """Put the groups into rows and columns.
 
     Args:
         comparison: what is compared.
         key: the columns' key, as ``data.partition``.
-        row_keys: the keys whose values make a row, beside the setting. Without them every key but that of the
-            columns does; with them the groups of a row may differ in others, as in a rate that was tuned for
-            each column.
+        row_keys: the keys whose values make a row, beside the setting. Without any, every key but that of
+            the columns does; with them the groups of a row may differ in others, as in a rate that was tuned
+            for each column.
 
     Raises:
         ValueError: when a key has no effect in any run, or two groups fall into one cell.
@@ -77,17 +77,7 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
     if not comparison.judges_alike:
         raise ValueError("--columns needs runs that have the same scores; leave the others out")
     differing = comparison.differences()
-    every = {name for group in comparison.groups for name in group.keys}
-    for name in (key, *row_keys):
-        if inner := sorted(other for other in every if other.startswith(f"{name}.")):
-            raise ValueError(f"{name} is a section: name one of its keys, such as {inner[0]}")
-        if name not in every:
-            known = ", ".join(differing) or "none"
-            raise ValueError(f"no run has a key {name} that has an effect; the keys that differ are {known}")
-    if key in (*row_keys, "setting"):
-        raise ValueError(
-            f"{key} cannot be used for rows and columns at the same time; remove it from --columns"
-        )
+    _check_keys(comparison, key, row_keys, differing)
     names = [_name(group, key) for group in comparison.groups]
     trees = [_of_row(group, key, row_keys) for group in comparison.groups]
     columns = sorted({_value(group, key) for group in comparison.groups}, key=_by_number)
@@ -109,6 +99,21 @@ def crossed(comparison: Comparison, key: str, row_keys: Sequence[str] = ()) -> C
     if any(len({run.data_key for each in of_row for run in each.finished}) > 1 for of_row in inside):
         besides.append("the data")
     return Crossed(key, tuple(columns), tuple(_labels(rows)), cells, tuple(besides))
+
+
+def _check_keys(comparison: Comparison, key: str, row_keys: Sequence[str], differing: Iterable[str]) -> None:
+    """Refuse a key that has no effect in any run, and one for both rows and columns."""
+    every = {name for group in comparison.groups for name in group.keys}
+    for name in (key, *row_keys):
+        if inner := sorted(other for other in every if other.startswith(f"{name}.")):
+            raise ValueError(f"{name} is a section: name one of its keys, such as {inner[0]}")
+        if name not in every:
+            known = ", ".join(differing) or "none"
+            raise ValueError(f"no run has a key {name} that has an effect; the keys that differ are {known}")
+    if key in (*row_keys, "setting"):
+        raise ValueError(
+            f"{key} cannot be used for rows and columns at the same time; remove it from --columns"
+        )
 
 
 def named(crossing: Crossed, names: Mapping[str, str]) -> Crossed:

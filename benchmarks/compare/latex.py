@@ -269,12 +269,12 @@ def _best(
             kind = (group.images_key, len(found[place]), scores[place], units[place], signs[place])
             rivals.setdefault(kind, []).append(place)
     for places in rivals.values():
-        exact = {place: statistics.fmean(found[place]) for place in places}
-        digits = 2 if units[places[0]] == "percent" else decimals(exact.values())
-        means = {place: f"{mean:.{digits}f}" for place, mean in exact.items()}
-        best = max(means.values(), key=lambda mean: signs[places[0]] * float(mean))
-        for place in places:
-            if means[place] == best and len(set(means.values())) > 1:
+        exact = [statistics.fmean(found[place]) for place in places]
+        digits = 2 if units[places[0]] == "percent" else decimals(exact)
+        means = [f"{mean:.{digits}f}" for mean in exact]
+        best = max(means, key=lambda mean: signs[places[0]] * float(mean))
+        for place, mean in zip(places, means):
+            if mean == best and len(set(means)) > 1:
                 cells[place] = rf"\textbf{{{cells[place]}}}"
     return cells
 

@@ -153,12 +153,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
     config = run.config
     if config.mode == "centralised" and current() is not None:
         raise ValueError("centralised training runs in a single process: start it without a launcher (NP=1)")
-    directory = Path(from_main(str(directory_of(run, data_path)) if is_main() else None))
-    refuse_broken_link("--run_dir", directory)
-    if str(directory) != str(directory).encode(errors="replace").decode():
-        raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"--run_dir {directory} is a file: choose another folder")
+    directory = _usable(Path(from_main(str(directory_of(run, data_path)) if is_main() else None)))
     if is_main():
         probe(data_path)
     with DataFile(data_path, check_images=config.is_private) as file:  # whose noise is for these images
@@ -182,6 +177,16 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         _show(experiment, results, directory)
         if had_ended:
             print("to train it again, choose another run directory")
+
+
+def _usable(directory: Path) -> Path:
+    """The path of a run directory, if it is or can become one."""
+    refuse_broken_link("--run_dir", directory)
+    if str(directory) != str(directory).encode(errors="replace").decode():
+        raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--run_dir {directory} is a file: choose another folder")
+    return directory
 
 
 def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
@@ -272,32 +277,7 @@ def _train(
     facts = {"data": dataset_facts(experiment.file), **start_facts(config, module, run.weights)}
     facts |= {"own_code": found} if (found := own_code()) else {}
     if is_main():
-        print(
-            f"training {experiment.benchmark.name_of(config)} ({config.model.arch}, "
-            f"{experiment.description()}) on {data_path}, device {get_default_device()}, into {files.path}",
-            flush=True,
-        )
-        if resized := resized_in(module):
-            print(resized)
-        if drawn := drawn_in(module):
-            print(f"not in the weights, and newly drawn: {some(drawn)}")
-        if left_out := count_left_out(module):
-            print(
-                f"dropout of {config.model.arch} is removed (layers: {left_out}); --model.dropout true "
-                "keeps it"
-            )
-        if adapters := adapters_in_words(module):
-            print(adapters)
-        if config.model.trained == "names" and (head := untrained_head(module.backbone)):
-            print(f"{head} makes the outputs, but none of its weights is trained: it stays as it is now")
-        if config.mode == "federated" and (warning := experiment.warning()):
-            print(warning, file=sys.stderr)
-        before = None if run.origin is None else read_yaml(run.origin).get("own_code")
-        if None not in (before, config.own_code) and before != config.own_code:
-            print(
-                f"WARNING: --config {run.origin} is of another version of {os.environ.get(OWN, OWN)}",
-                file=sys.stderr,
-            )
+        _announce(experiment, files, module, data_path)
     inputs = inputs_of(experiment, module, data_path)
     files.begin()
     inputs = inputs.standardised(experiment, module, files)
@@ -320,36 +300,73 @@ def _train(
     return results
 
 
-def _write_results(
-    experiment: Experiment[Any], recorder: Recorder, scores: Tree, module: ImageClassifier, data_path: Path
-) -> Tree:
-    """``model.safetensors``, plots and ``results.json``, which says that the run has ended.
+def _announce(
+    experiment: Experiment[Any], files: RunDirectory, module: ImageClassifier, data_path: Path
+) -> None:
+    """Say what is trained, and what of it is not as one might think."""
+    run, config = experiment.run, experiment.config
+    print(
+        f"training {experiment.benchmark.name_of(config)} ({config.model.arch}, "
+        f"{experiment.description()}) on {data_path}, device {get_default_device()}, into {files.path}",
+        flush=True,
+    )
+    if resized := resized_in(module):
+        print(resized)
+    if drawn := drawn_in(module):
+        print(f"not in the weights, and newly drawn: {some(drawn)}")
+    if left_out := count_left_out(module):
+        print(
+            f"dropout of {config.model.arch} is removed (layers: {left_out}); --model.dropout true keeps it"
+        )
+    if adapters := adapters_in_words(module):
+        print(adapters)
+    if config.model.trained == "names" and (head := untrained_head(module.backbone)):
+        print(f"{head} makes the outputs, but none of its weights is trained: it stays as it is now")
+    if config.mode == "federated" and (warning := experiment.warning()):
+        print(warning, file=sys.stderr)
+    before = None if run.origin is None else read_yaml(run.origin).get("own_code")
+    if None not in (before, config.own_code) and before != config.own_code:
+        print(
+            f"WARNING: --config {run.origin} is of another version of {os.environ.get(OWN, OWN)}",
+            file=sys.stderr,
+        )
 
-    What adapters add is merged into the model's layers, and `ADAPTERS_FILE` holds them by themselves.
-    The secret of a private run is deleted after that.
-    """
-    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
 
+def _save_model(
+    experiment: Experiment[Any], recorder: Recorder, scores: Tree, module: ImageClassifier
+) -> ImageClassifier:
+    """Write ``model.safetensors``, in whose layers what adapters add is merged, and `ADAPTERS_FILE` with the
+    adapters themselves; the merged model."""
     config, directory = experiment.config, recorder.files.path
     of_config = {"config_sha256": recorder.files.config_sha256}
-    adapters, module = adapter_tensors(module), merged(module)
-    if adapters:
+    if adapters := adapter_tensors(module):
         checkpoint.save(directory / ADAPTERS_FILE, adapters, of_config)
-    classes = {"classes": list(experiment.class_names)}
-    seeds = {"experiment_sha256": experiment_digest(dataclasses.asdict(config), type(config))}
     learnt = set((scores["weights"] or {}).get("learnt_from", ()))
     if recorder.ledger is None or not recorder.ledger.is_public:  # which gives no checksum of its data away
         learnt.add(recorder.files.data_sha256)
+    module = merged(module)
     grouped = any(isinstance(layer, nn.GroupNorm) for layer in module.modules())
     origin = {
         **of_config,
-        **seeds,
-        **classes,
+        "experiment_sha256": experiment_digest(dataclasses.asdict(config), type(config)),
+        "classes": list(experiment.class_names),
         "normalisation": config.model.normalisation,
         **({"groups": config.model.groups} if grouped else {}),
         "learnt_from": sorted(learnt),
     }
     checkpoint.save(directory / "model.safetensors", module.state_dict(), origin)
+    return module
+
+
+def _write_results(
+    experiment: Experiment[Any], recorder: Recorder, scores: Tree, module: ImageClassifier, data_path: Path
+) -> Tree:
+    """Model, plots and ``results.json``, which says that the run has ended. A secret is then
+    deleted."""
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
+    config, directory = experiment.config, recorder.files.path
+    module = _save_model(experiment, recorder, scores, module)
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
     kinds = module.task.score_kinds
@@ -358,7 +375,7 @@ def _write_results(
         plots.privacy_curves(history, title, directory / "plots" / "privacy.png")
     results = {
         "setting": config.setting,
-        **classes,
+        "classes": list(experiment.class_names),
         "dataset": str(data_path),
         "seed": config.seed,
         "rounds": recorder.num_steps,
@@ -371,7 +388,7 @@ def _write_results(
         **recorder.findings,
         "commit": commit(),
         "torch": torch.__version__,
-        **of_config,
+        "config_sha256": recorder.files.config_sha256,
         "data_sha256": recorder.files.data_sha256,
         "model_sha256": file_digest(directory / "model.safetensors"),
         "model_probe": probe_checksum(module),

@@ -40,7 +40,23 @@ def check_extension(run: AnyRun, files: RunDirectory) -> None:
     if [change for change in changed if not change.startswith(f"{length}: ")]:
         raise ValueError(f"{asked} is a run of another config ({'; '.join(changed)}): change only {length}")
     assert run.benchmark is not None
-    config, old = run.config, run.benchmark.read(known, "config.yaml")
+    old = run.benchmark.read(known, "config.yaml")
+    _check_steps(asked, run.config, old, length)
+    account = _account(run)
+    if account["config_sha256"] != tree_digest(known):
+        raise ValueError(f"the config.yaml in {asked} does not belong to its checkpoint: restore it")
+    if account["ended"] and old.num_steps % old.every:
+        raise ValueError(
+            f"{asked} was last scored after {old.num_steps} {old.unit}s, which is not a multiple of "
+            f"evaluation.every_{old.unit}s = {old.every}: start a new run"
+        )
+    data = run.extend / "checkpoint" / "data.json"
+    if not data.exists() or checkpoint.read_json(data).get("sha256") != files.data_sha256:
+        raise ValueError(f"{asked} is a run on other data: give its data file with --data_path")
+
+
+def _check_steps(asked: str, config: TrainingConfig, old: TrainingConfig, length: str) -> None:
+    """Refuse a length by which the steps that were made would have been others, or no step is left."""
     if config.num_steps <= old.num_steps:
         raise ValueError(f"{asked} already has {old.num_steps} {config.unit}s: set {length} to more")
     if config.is_private:
@@ -60,17 +76,6 @@ def check_extension(run: AnyRun, files: RunDirectory) -> None:
             f"{asked} has a learning rate schedule that depends on {length}, so a run of "
             f"{config.num_steps} {config.unit}s would have used other rates: start a new run"
         )
-    account = _account(run)
-    if account["config_sha256"] != tree_digest(known):
-        raise ValueError(f"the config.yaml in {asked} does not belong to its checkpoint: restore it")
-    if account["ended"] and old.num_steps % config.every:
-        raise ValueError(
-            f"{asked} was last scored after {old.num_steps} {config.unit}s, which is not a multiple of "
-            f"evaluation.every_{config.unit}s = {config.every}: start a new run"
-        )
-    data = run.extend / "checkpoint" / "data.json"
-    if not data.exists() or checkpoint.read_json(data).get("sha256") != files.data_sha256:
-        raise ValueError(f"{asked} is a run on other data: give its data file with --data_path")
 
 
 def extend(run: AnyRun, files: RunDirectory) -> None:

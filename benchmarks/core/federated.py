@@ -172,22 +172,7 @@ def run_context(
     accumulate = torch.float64 if runtime.accumulate == "fp64" else torch.float32
     weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
     model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
-    engine, unread = None, config.federated.chosen.idle_in_runtime.split()
-    kernels: CpuKernels | None = None
-    if runtime.engine == "fast" and "engine" not in unread and "lanes" in unread:
-        kernels = kernels_for(chosen.module) if runtime.cpu_kernels else None
-    elif has_engine(run):
-        engine = CohortEngine(
-            chosen.module,
-            lanes=runtime.lanes,
-            accumulate=accumulate,
-            prefetch=runtime.prefetch,
-            reader_threads=runtime.reader_threads,
-            fuse=runtime.fuse,
-            cpu_kernels=runtime.cpu_kernels,
-            rate_varies=local.schedule != "constant",
-        )
-        kernels = engine.kernels  # loaded, or found missing, once
+    engine, kernels = _engine(run, chosen.module, accumulate)
     return RunContext(
         **vars(chosen),
         model=model,
@@ -214,6 +199,27 @@ def run_context(
         attack=attack(config),
         attack_share=config.attack.share,
     )
+
+
+def _engine(
+    run: AnyRun, module: ImageClassifier, accumulate: torch.dtype
+) -> tuple[CohortEngine | None, CpuKernels | None]:
+    """What trains the users of a run besides pfl's loop; the kernels are loaded, or found missing, once."""
+    runtime, unread = run.runtime, run.config.federated.chosen.idle_in_runtime.split()
+    if not has_engine(run):
+        compiled = runtime.engine == "fast" and runtime.cpu_kernels and "engine" not in unread
+        return None, kernels_for(module) if compiled else None
+    engine = CohortEngine(
+        module,
+        lanes=runtime.lanes,
+        accumulate=accumulate,
+        prefetch=runtime.prefetch,
+        reader_threads=runtime.reader_threads,
+        fuse=runtime.fuse,
+        cpu_kernels=runtime.cpu_kernels,
+        rate_varies=run.config.local.schedule != "constant",
+    )
+    return engine, engine.kernels
 
 
 def tuner(
@@ -316,6 +322,11 @@ def train_federated(
     score = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
     training = run_context(run, setup(config, module, users, recorder.files.path), score, mechanism)
+    return _trained(config, training, recorder)
+
+
+def _trained(config: TrainingConfig, training: RunContext, recorder: Recorder) -> PyTorchModel:
+    """The model after all rounds."""
     amp = training.model.amp_context
     precision = None if amp is None else amp.fast_dtype
     algorithm = config.federated.chosen.start(training)
@@ -349,10 +360,9 @@ def train_federated(
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         recorder.step_done(number, line, state)
     recorder.arithmetic = recorder.arithmetic or algorithm.arithmetic(precision)
-    if training.check is not None and training.check.outcome is not None:
-        recorder.findings["engine_check"] = training.check.outcome
-    if training.tuner is not None and training.tuner.outcome is not None:
-        recorder.findings["engine_choice"] = training.tuner.outcome
+    for key, found in (("engine_check", training.check), ("engine_choice", training.tuner)):
+        if found is not None and found.outcome is not None:
+            recorder.findings[key] = found.outcome
     recorder.findings |= {"traffic": algorithm.bytes(state)._asdict(), **algorithm.findings(state)}
     if training.engine is not None:
         training.engine.close()

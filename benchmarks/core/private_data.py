@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,12 @@ def check_private_data(experiment: Experiment[Any]) -> None:
             "divided by the number of users, because the guarantee could fail completely for one of "
             "them: lower it"
         )
-    if experiment.protected().partition is not None:
-        return  # its clients are protected, who have images of train alone
+    if experiment.protected().partition is None:  # else clients are protected, who have images of train alone
+        _check_users(experiment, trained)
+
+
+def _check_users(experiment: Experiment[Any], trained: Set[str]) -> None:
+    """Refuse users who train and have images elsewhere, or of whom the file does not know it."""
     unknown = trained - set(experiment.file.split("train").user_ids)
     if unknown:
         raise ValueError(

@@ -122,23 +122,28 @@ def _further_reasons(rows: Sequence[Row], common: Sequence[str]) -> list[str]:
     return [f"* {' | '.join(names)}: {reasons}" for reasons, names in labels.items()]
 
 
+def _not_comparable(rows: Sequence[Row]) -> list[str]:
+    """Which of these rows are not comparable with the paper, and why."""
+    against = [row for row in rows if not row.comparable]
+    if not against:
+        return []
+    shared = set(against[0].reasons).intersection(*(row.reasons for row in against))
+    common = [reason for reason in against[0].reasons if reason in shared]
+    which = "These runs are" if len(against) == len(rows) else "Some of these runs are"
+    further = _further_reasons(against, common)
+    return [
+        f"**{which} NOT comparable with the paper**: {'; '.join(common) or 'see below'}.",
+        "",
+        *([*further, ""] if further else []),
+    ]
+
+
 def markdown(report: Report) -> str:
     """The whole report."""
     lines = ["# Table 1", ""]
     for (_, scale), rows in _groups(report.rows).items():
         lines += [f"## On {_dataset_name(rows[0])}" + (f", scale {scale}" if scale else ""), ""]
-        against = [row for row in rows if not row.comparable]
-        if against:
-            shared = set(against[0].reasons).intersection(*(row.reasons for row in against))
-            common = [reason for reason in against[0].reasons if reason in shared]
-            everywhere = "These runs are" if len(against) == len(rows) else "Some of these runs are"
-            lines += [
-                f"**{everywhere} NOT comparable with the paper**: {'; '.join(common) or 'see below'}.",
-                "",
-            ]
-            further = _further_reasons(against, common)
-            lines += [*further, ""] if further else []
-        lines += [_table(rows), ""]
+        lines += [*_not_comparable(rows), _table(rows), ""]
         of_users = [line for row in rows for line in single_users.rows(row.label, row.runs, "O-AP")]
         lines += single_users.section(of_users)
         absent = dict.fromkeys(classes_without_positives(run.outcome) for row in rows for run in row.runs)

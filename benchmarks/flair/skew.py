@@ -82,7 +82,7 @@ def dealt_owners(sizes: IntArray) -> dict[str, IntArray]:
     }
 
 
-def emd_of_users(file: DataFile, split: str, *, image_size: int, threads: int = 2) -> EmdCurves:
+def emd_of_users(file: DataFile, split: str, *, image_size: int, threads: int) -> EmdCurves:
     """Figure 2, right: on the images with the commonest coarse label.
 
     One label, so that users' different labels do not show as different pixels. A user's histogram is the mean

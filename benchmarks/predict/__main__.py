@@ -259,6 +259,15 @@ def _write(model: Trained, batches: Iterator[Batch], total: int, writer: Writer)
             print(f"{done:,} of {total:,} images, about {left:.0f} s left", file=sys.stderr, flush=True)
 
 
+def _check_data(file: DataFile, path: Path, run_dir: Path) -> None:
+    """Refuse the run's own file where it has changed since."""
+    if has_data_of(run_dir, file) is False:
+        raise ValueError(
+            f"{path} has other data now than {run_dir} learnt from: give the file of the run, or this "
+            "one, with --data_path"
+        )
+
+
 def main(argv: Sequence[str]) -> None:
     """Read the model, predict, write."""
     options = _options(argv)
@@ -275,11 +284,8 @@ def main(argv: Sequence[str]) -> None:
             if path == Path():
                 raise ValueError(f"{options.run_dir} does not say where its data lies: give --data_path")
             file = stack.enter_context(DataFile(path))
-            if options.data_path is None and has_data_of(options.run_dir, file) is False:
-                raise ValueError(
-                    f"{path} has other data now than {options.run_dir} learnt from: give the file of the "
-                    "run, or this one, with --data_path"
-                )
+            if options.data_path is None:
+                _check_data(file, path, options.run_dir)
             known = file.provenance.get("category_ids", known)
         if options.user is not None:
             model, held_out = own_model(model, file, options.user)
@@ -299,9 +305,9 @@ def main(argv: Sequence[str]) -> None:
             _check_masks(options.output, places, inputs, options.overwrite)
         else:
             _check_output(options.output, model, inputs, options.overwrite)
-            if model.task.outputs == "image":
-                of_files = [*map(str, files)] if options.images else []
-                check_table(of_files, model.classes, model.task.exclusive)
+        if model.task.outputs == "image":
+            of_files = [*map(str, files)] if options.images else []
+            check_table(of_files, model.classes, model.task.exclusive)
         numbers, meaning = _category_ids(model, known)
         with _writer(model, options.output, options.overwrite, not options.images, numbers) as writer:
             _write(model, batches, total, writer)

@@ -243,7 +243,7 @@ class RunOfAnother(ValueError):
 
 
 def finished_run(
-    directory: Path, benchmark: Benchmark[Any], scores: Mapping[str, Sequence[str]] | None = None
+    directory: Path, benchmark: Benchmark[Any], scores: Mapping[str, Sequence[str]]
 ) -> RunRecord:
     """`read_run` of a run that has ended.
 

@@ -244,6 +244,22 @@ class LocalSweep:
         Raises:
             ValueError: at the end, when trials failed, or none has finished; they are reported all the same.
         """
+        self._take_up()
+        try:
+            self._train()
+        finally:
+            processes = [process for _, process in self._active.values()]
+            for process in processes:
+                process.stop()
+            while sum(process.is_alive() for process in processes):
+                time.sleep(POLL_SECONDS)
+            self.report()
+        rows = self.rows()
+        self._refuse_fruitless(rows)
+        return rows
+
+    def _take_up(self) -> None:
+        """Have the trials of an earlier call that were being trained or that failed go on."""
         for trial in self.trials():
             if trial.state == TrialState.RUNNING:
                 if trial.user_attrs.get(GIVEN_UP) and not (self.run_dir(trial) / "results.json").exists():
@@ -253,41 +269,37 @@ class LocalSweep:
         for trial in self.trials():
             if trial.state == TrialState.FAIL:
                 self._add(trial.params, {**trial.user_attrs, "message": ""})
-        try:
-            more = True  # a worker that found no trial asks again when another trial has ended
-            while True:
-                for worker, active in list(self._active.items()):
-                    if self._watch(*active):
-                        del self._active[worker]
-                        self._end(*active)
-                        more = True
-                while more and len(self._active) < self._num_workers:
-                    if more := (new := self._next()) is not None:
-                        self._start(new)
-                if not self._active:
-                    break
-                time.sleep(POLL_SECONDS)
-        finally:
-            processes = [process for _, process in self._active.values()]
-            for process in processes:
-                process.stop()
-            while sum(process.is_alive() for process in processes):
-                time.sleep(POLL_SECONDS)
-            self.report()
+
+    def _train(self) -> None:
+        """Start and watch trials until there are no more."""
+        more = True  # a worker that found no trial asks again when another trial has ended
+        while True:
+            for worker, active in list(self._active.items()):
+                if self._watch(*active):
+                    del self._active[worker]
+                    self._end(*active)
+                    more = True
+            while more and len(self._active) < self._num_workers:
+                if more := (new := self._next()) is not None:
+                    self._start(new)
+            if not self._active:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _refuse_fruitless(self, rows: Sequence[Row]) -> None:
+        """Raise ValueError when trials failed, or all of them diverged."""
         failed = [trial for trial in self.trials() if trial.state == TrialState.FAIL]
         if failed:
             number, message = number_of(failed[0]), failed[0].user_attrs["message"]
             raise ValueError(
                 f"{len(failed)} of {len(self.trials())} trials failed, trial {number}: {message}"
             )
-        rows = self.rows()
         diverged = sum(row.status == DIVERGED for row in rows)
         if diverged and not any(row.status == "finished" for row in rows):
             raise ValueError(
                 f"no trial has finished: the model diverged in {diverged} of {len(rows)} trials: use "
                 "lower learning rates in the sweep"
             )
-        return rows
 
     def rows(self) -> list[Row]:
         """The trials as the table has them; the files of one that has ended are read once."""

@@ -64,18 +64,7 @@ class Parameter:
         if kind.startswith("categorical"):
             self._check_values()
         if "uniform" in kind:
-            if self.min is None or self.max is None or not self.min < self.max:
-                raise ValueError(f"{kind} needs min and max, min the smaller")
-            if kind.endswith("log_uniform_values") and self.min <= 0:
-                raise ValueError("min must be above 0 for a logarithmic scale")
-            if kind == "int_uniform" and (self.min != int(self.min) or self.max != int(self.max)):
-                raise ValueError("int_uniform needs whole numbers")
-        if kind.startswith("q_") and not (self.q and self.q > 0):
-            raise ValueError(f"{kind} needs q, the step, above 0")
-        if kind == "int_uniform" and max(-(self.min or 0), self.max or 0) > LARGEST_INT:
-            raise ValueError(f"int_uniform needs numbers up to {LARGEST_INT}")
-        if kind == "q_uniform" and ((self.max or 0) - (self.min or 0)) / (self.q or 1) > MOST_VALUES:
-            raise ValueError(f"q_uniform has more than {MOST_VALUES:,} values: choose a larger q")
+            self._check_range()
         if self.sigma is not None and self.sigma <= 0:
             raise ValueError(f"sigma is {self.sigma:g}: {kind} needs one above 0")
         if kind in ("log_uniform", "log_normal") and max(map(abs, self._logarithms())) > LARGEST_LOGARITHM:
@@ -114,6 +103,22 @@ class Parameter:
             raise ValueError("there must be as many probabilities as values")
         if not all(share >= 0 for share in shares) or not 0 < math.fsum(shares) < math.inf:
             raise ValueError("probabilities must be 0 or above, and one of them above 0")
+
+    def _check_range(self) -> None:
+        """Refuse a range, or a step, without values between ``min`` and ``max``, or with too many."""
+        kind, low, high = self.kind, self.min, self.max
+        if low is None or high is None or not low < high:
+            raise ValueError(f"{kind} needs min and max, min the smaller")
+        if kind.endswith("log_uniform_values") and low <= 0:
+            raise ValueError("min must be above 0 for a logarithmic scale")
+        if kind.startswith("q_") and not (self.q and self.q > 0):
+            raise ValueError(f"{kind} needs q, the step, above 0")
+        if kind == "q_uniform" and (high - low) / (self.q or 1) > MOST_VALUES:
+            raise ValueError(f"q_uniform has more than {MOST_VALUES:,} values: choose a larger q")
+        if kind == "int_uniform" and (low != int(low) or high != int(high)):
+            raise ValueError("int_uniform needs whole numbers")
+        if kind == "int_uniform" and max(-low, high) > LARGEST_INT:
+            raise ValueError(f"int_uniform needs numbers up to {LARGEST_INT}")
 
     def _logarithms(self) -> tuple[float, float]:
         """The least and the greatest logarithm that can be drawn."""

@@ -15,19 +15,18 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.effects import check_training
+from benchmarks.core.config.client_data import ClientDataConfig, check_clients
 from benchmarks.core.config.privacy_rules import OF_THE_DATA, Rule, each, only
-from benchmarks.core.config.sections import EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.sections import EvaluationConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree, merge
 from pfl_ext.configs import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataConfig(ImageConfig):
+class DataConfig(ClientDataConfig):
     """The images, and the users who own them."""
 
     dataset: str = "cifar10"
-    """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
     """A partition of the file, or a drawn one: lda-0.5-clients-10-seed-0 (or -seed-run); none: the users."""
     taxonomy: str = "labels"
@@ -209,29 +208,16 @@ CIFAR-10 a user, with the rate and rounds that were best on 5,000 training image
 """
 
 
-def check(config: Config) -> None:
-    """Refuse combinations that no run could mean.
-
-    Raises:
-        ValueError: one line that names the key and what to do.
-    """
-    check_training(config)
-    data = config.data
-    if not 0 < data.val_share < 1:
-        raise ValueError(f"data.val_share is {data.val_share:g}: give a share above 0 and below 1")
-    if data.scored == "test" and data.val_share != DataConfig.val_share:
-        raise ValueError("data.val_share has no effect if data.scored is test: set data.scored to val")
-    if data.scored == "test" and config.evaluation.best_by != "last":
-        raise ValueError(
-            f"evaluation.best_by is {config.evaluation.best_by}, which would choose a model by its test "
-            "score: set data.scored to val, or evaluation.best_by to last"
-        )
-
-
 RETIRED = ("personal", "evaluation.per_user", "evaluation.few_shot_below")
 """Keys of FLAIR's that this benchmark once took and never read."""
 VISION = Benchmark(
-    Config, Path(__file__).parent / "configs", "cifar10-fedavgm", RECIPES, PROTOCOL, check, retired=RETIRED
+    Config,
+    Path(__file__).parent / "configs",
+    "cifar10-fedavgm",
+    RECIPES,
+    PROTOCOL,
+    check_clients,
+    retired=RETIRED,
 )
 
 

@@ -152,6 +152,14 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
             f"--source {folder} has neither *.parquet files nor {spec.archive}: give a folder that has "
             "them (the archive of the Python version contains pickle files, which are not read)"
         )
+    _check_classes(spec, splits, folder)
+    if not spec.planes_as_rows:
+        return splits
+    return {name: Images(planes_as_rows(images.pixels), images.classes) for name, images in splits.items()}
+
+
+def _check_classes(spec: Cifar, splits: Mapping[str, Images], folder: Path) -> None:
+    """Refuse classes that the data set has not."""
     for name, images in splits.items():
         bad = np.flatnonzero((images.classes < 0) | (images.classes >= spec.num_classes))
         if len(bad):
@@ -159,9 +167,6 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
                 f"image {bad[0]} of {name} in {folder} has class {images.classes[bad[0]]}, but {spec.name} "
                 f"has the classes 0 to {spec.num_classes - 1}; check that --source is {spec.name}"
             )
-    if not spec.planes_as_rows:
-        return splits
-    return {name: Images(planes_as_rows(images.pixels), images.classes) for name, images in splits.items()}
 
 
 def planes_as_rows(pixels: ByteArray) -> ByteArray:

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from dataset.fetch.annotated import COLUMNS, MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
+from dataset.fetch.annotated import COLUMNS, Annotated, Form, Layout, Reading
 from dataset.fetch.voc import MAX_MASK_BYTES
 from dataset.store.annotations import VOID, encoded_mask, read_mask
 
@@ -38,8 +38,6 @@ _TRAIN_IDS[list(CLASSES)] = np.arange(len(CLASSES))
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
-    if path.name == USERS_CSV:
-        return path.name, MAX_USERS_BYTES
     is_mask = len(path.parts) > 3 and path.parts[-4] == "gtFine" and path.parts[-3] in SPLITS
     if not is_mask or path.suffix != ".png" or not path.stem.endswith(_MASK):
         return None
@@ -49,7 +47,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
     """Read the annotations; see `dataset.fetch.annotated.Layout.read`."""
     records, cities, sequences, ids = [], dict[str, str](), dict[str, str](), dict[str, str]()
-    for name in sorted(file for file in files if file != USERS_CSV):
+    for name in sorted(files):
         where = f"{origin}: gtFine/{name}"
         split, folder, file = name.split("/")
         scene = file.removesuffix(f"{_MASK}.png")

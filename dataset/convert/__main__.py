@@ -27,10 +27,11 @@ from dataset.convert import folder, hf, leaf, npz, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
 from dataset.convert.splits import OTHERS, Dealing
-from dataset.convert.text import Names, header_of, read_classes, say_splits, shown
+from dataset.convert.text import Names, lines, read_classes, say_splits, shown
 from dataset.preprocess import SIDE, UPRIGHT, Options, make, side_or_own
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import BACKGROUNDS, Transcoding
+from dataset.tables import header_of
 
 SHARE = 0.1
 """Share of the users, or of each user's images, for val, and for test, where the source has no splits."""
@@ -110,7 +111,28 @@ def _folder(arguments: argparse.Namespace) -> Found:
                 raise ValueError(f"--{name}_column needs --labels: add --labels FILE, or leave it out")
         return folder.walked(images, names)
     table = input_file("--labels", arguments.labels)
-    header = header_of(table)
+    columns = _columns(arguments, table, header_of(lines(table), table))
+    if unread := folder.unread_columns(table, columns):
+        print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
+    if columns.fine:
+        names["fine_grained_labels"] = Names()
+    found = folder.listed(images, [(table, None)], columns, names)
+    many = [name for name in names["labels"].vocabulary() if SEVERAL in name]
+    if many and not columns.separator:
+        print(
+            f"{len(many):,} class names contain a semicolon, such as {many[0]!r}: if each of them lists "
+            "several labels of an image, add --several",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _columns(arguments: argparse.Namespace, table: Path, header: Sequence[str]) -> folder.Columns:
+    """The CSV's columns, by the options or by their usual names.
+
+    Raises:
+        ValueError: when it lacks one.
+    """
     by_header = arguments.label_column is None and "labels" in header and "label" not in header
     several = arguments.several or by_header
     plural = "labels" if several else "label"
@@ -132,18 +154,7 @@ def _folder(arguments: argparse.Namespace) -> Found:
         which = ", ".join(f"--{key}_column" for key, name in asked.items() if name in lacking)
         has = ", ".join(map(shown, header))[:200]
         raise ValueError(f"{table} has no column {lacking[0]!r}; it has {has}: give its name with {which}")
-    if unread := folder.unread_columns(table, columns):
-        print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
-    if columns.fine:
-        names["fine_grained_labels"] = Names()
-    found = folder.listed(images, [(table, None)], columns, names)
-    if not several and (many := [name for name in names["labels"].vocabulary() if SEVERAL in name]):
-        print(
-            f"{len(many):,} class names contain a semicolon, such as {many[0]!r}: if each of them lists "
-            "several labels of an image, add --several",
-            file=sys.stderr,
-        )
-    return found
+    return columns
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +238,7 @@ def _flamby(arguments: argparse.Namespace) -> Found:
     """
     table = input_file("--labels", arguments.labels)
     class_names = _classes(arguments)
-    if class_names is None and set(ISIC) <= set(header_of(table)):
+    if class_names is None and set(ISIC) <= set(header_of(lines(table), table)):
         class_names = list(ISIC)
     columns = folder.Columns("image", "center", "target", "fold")
     names = {"labels": Names(class_names, numbered=True)}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from dataset.convert.files import FileRows, Folder
 from dataset.convert.source import NO_CLIENT, Found, Part
-from dataset.convert.text import Names, header_of, shown, split_named, table_rows
+from dataset.convert.text import Names, lines, shown, split_named
 from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES, TAXONOMIES
+from dataset.tables import header_of, rows_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
@@ -71,31 +72,23 @@ def listed(
     size = 0
     for table, stated in tables:
         rows, numbers = FileRows(folder, kinds, names), array("q")
-        for line, cells in table_rows(table, [*needed, *others]):
-            where = f"{table}, line {line}"
-            path, client, label = cells[:3]
-            rest = dict(zip(others, cells[3:]))
-            split = split_named(rest[columns.split], where) if columns.split else stated
-            labels = [label, rest[columns.fine]] if columns.fine else [label]
+        for line, row in rows_of(lines(table), table, [*needed, *others]):
+            where, path = f"{table}, line {line}", row[columns.path]
+            split = split_named(row[columns.split], where) if columns.split else stated
+            labels = [row[name] for name in (columns.label, columns.fine) if name]
             if in_split_folder and stated and (folder.root / stated / folder.named(path, where)).exists():
                 path = f"{stated}/{path}"
             values = [_separated(label, columns.separator) for label in labels]
-            rows.put(where, client, path + suffix, split, values)
+            rows.put(where, row[columns.client], path + suffix, split, values)
             numbers.append(line)
-        parts.append(rows.part(str(table), _Lines(str(table), numbers)))
+        parts.append(rows.part(str(table), _lines_of(table, numbers)))
         size += rows.num_bytes
     return Found(parts, kinds, names, size)
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """Names a record by the line of its CSV."""
-
-    table: str
-    numbers: array[int]
-
-    def __call__(self, row: int) -> str:
-        return f"{self.table}, line {self.numbers[row]}"
+def _lines_of(table: Path, numbers: array[int]) -> Callable[[int], str]:
+    """The place of each record: the line of its CSV."""
+    return lambda row: f"{table}, line {numbers[row]}"
 
 
 def _separated(cell: str, separator: str) -> object:
@@ -108,7 +101,7 @@ def _separated(cell: str, separator: str) -> object:
 def unread_columns(table: Path, columns: Columns) -> list[str]:
     """The columns of a CSV that are not read."""
     read = {columns.path, columns.client, columns.label, columns.split, columns.fine}
-    return [name for name in header_of(table) if name and name not in read]
+    return [name for name in header_of(lines(table), table) if name and name not in read]
 
 
 def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
@@ -122,40 +115,45 @@ def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
         ValueError: one line that names the path, for a client without images, an image at a wrong depth, a
             link out of the folder, or when there is no image at all.
     """
-    tops = [path for path in _inside(folder, PurePosixPath()) if _is_folder(folder, path)]
-    called = [path for path in tops if path.name in SPLIT_NAMES]
-    if called and len(called) < len(tops):
-        other = next(path for path in tops if path.name not in SPLIT_NAMES)
-        raise ValueError(
-            f"{folder.root / other}: {called[0].name} beside it is a split, so all folders here must be "
-            f"splits ({', '.join(SPLIT_NAMES)}): rename or move one of them"
-        )
+    tops = _folders(folder, PurePosixPath())
+    are_splits = _are_splits(folder, tops)
     _refuse_images(folder, PurePosixPath())
     kinds = _kinds(False, "")
     rows, empty = FileRows(folder, kinds, names), []
-    classes = [path for top in tops for path in _inside(folder, top)] if called else tops
-    classes = [path for path in classes if _is_folder(folder, path) and any(_inside(folder, path))]
-    no_clients = bool(classes) and all(_holds_images_alone(folder, path) for path in classes)
-    for path in classes if no_clients else ():
-        _walk_class(folder, path, NO_CLIENT, SPLIT_NAMES[path.parts[0]] if called else None, rows)
-    for top in () if no_clients else tops:
-        split = SPLIT_NAMES[top.name] if called else None
-        clients = [p for p in _inside(folder, top) if _is_folder(folder, p)] if called else [top]
-        if called:
+    below = {top: _folders(folder, top) if are_splits else [top] for top in tops}  # clients, or classes
+    filled = [path for inner in below.values() for path in inner if any(_inside(folder, path))]
+    no_clients = bool(filled) and all(_holds_images_alone(folder, path) for path in filled)
+    for top, inner in below.items():
+        split = SPLIT_NAMES[top.name] if are_splits else None
+        if are_splits:
             _refuse_images(folder, top)
-            if not clients:
-                empty.append(str(top))
-        for client in clients:
-            if not _walk_client(folder, client, split, rows):
-                empty.append(str(client))
+        if no_clients:
+            for path in inner:
+                _walk_class(folder, path, NO_CLIENT, split, rows)
+            continue
+        empty += [str(client) for client in inner if not _walk_client(folder, client, split, rows)]
+        if not inner:
+            empty.append(str(top))
     part = rows.part(str(folder.root), lambda row: str(folder.root))
     return Found([part], kinds, names, rows.num_bytes, empty_users=empty, clients=not no_clients)
+
+
+def _are_splits(folder: Folder, tops: Sequence[PurePosixPath]) -> bool:
+    """Whether the first folders are splits; ValueError where only some of them are."""
+    splits = [path for path in tops if path.name in SPLIT_NAMES]
+    if splits and len(splits) < len(tops):
+        other = next(path for path in tops if path.name not in SPLIT_NAMES)
+        raise ValueError(
+            f"{folder.root / other}: {splits[0].name} beside it is a split, so all folders here must be "
+            f"splits ({', '.join(SPLIT_NAMES)}): rename or move one of them"
+        )
+    return bool(splits)
 
 
 def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows: FileRows) -> int:
     """Add the images of a client, and return their number."""
     _refuse_images(folder, client)
-    labels = [path for path in _inside(folder, client) if _is_folder(folder, path)]
+    labels = _folders(folder, client)
     return sum(_walk_class(folder, label, client.name, split, rows) for label in labels)
 
 
@@ -188,6 +186,11 @@ def _inside(folder: Folder, path: PurePosixPath) -> Iterator[PurePosixPath]:
     except OSError as error:
         raise ValueError(f"{folder.root / path} cannot be read: {error.strerror}") from None
     yield from (path / name for name in found if not name.startswith(".") and name.lower() not in _RUBBISH)
+
+
+def _folders(folder: Folder, path: PurePosixPath) -> list[PurePosixPath]:
+    """The folders directly in a folder below the root, in alphabetical order."""
+    return [inner for inner in _inside(folder, path) if _is_folder(folder, inner)]
 
 
 def _is_folder(folder: Folder, path: PurePosixPath) -> bool:
@@ -224,7 +227,7 @@ def fedscale(folder: Folder, place: Path, class_names: Sequence[str] | None) -> 
         tables = [(path, split) for path, split in tables if path.is_file()]
         if not tables:
             raise ValueError(f"--labels {place} has none of the files train.csv, val.csv and test.csv")
-    headers = [header_of(path) for path, _ in tables]
+    headers = [header_of(lines(path), path) for path, _ in tables]
     for (path, _), header in zip(tables, headers):
         if len(header) < 3 or header != headers[0]:
             raise ValueError(
@@ -242,7 +245,8 @@ def _named_numbers(tables: Sequence[Path], name_column: str, number_column: str)
     """The class names by number; None unless each number has exactly one name and each name one number."""
     found: dict[int, str] = {}
     for table in tables:
-        for _, (name, number) in table_rows(table, [name_column, number_column]):
+        for _, row in rows_of(lines(table), table, [name_column, number_column]):
+            name, number = row[name_column], row[number_column]
             if not (number.isascii() and number.isdigit() and len(number) < 6):
                 return None  # the reader says where
             if found.setdefault(int(number), name) != name or not name.strip():

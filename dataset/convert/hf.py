@@ -193,20 +193,7 @@ def read(place: Path, columns: Columns, class_names: Sequence[str] | None) -> Fo
     for annotation, column in zip(TAXONOMIES, columns.labels):
         by = class_names if column == columns.label else None
         forms = [_form_of(file, column, by) for file in files]
-        for file, form in zip(files, forms):
-            if (form.several, form.numbers) != (forms[0].several, forms[0].numbers):
-                names_too = form.several == forms[0].several and column == columns.label
-                more = ", or give the class names with --classes" if names_too else ""
-                raise ValueError(
-                    f"{file.path} has {form} in the column {column!r}, but {files[0].path} has "
-                    f"{forms[0]}: use the same form in all files{more}"
-                )
-        if len({form.renamed for form in forms} - {None}) > 1:
-            place = next(file.path for file, form in zip(files, forms) if form.renamed)
-            raise ValueError(
-                f"{place} has class names in the column {column!r} that are missing in --classes, "
-                "although --classes has all names of other files: add them to --classes"
-            )
+        _check_forms(files, forms, column, column == columns.label)
         kinds[annotation] = "label set" if forms[0].several else "class"
         known = [*dict.fromkeys(name for form in forms for name in form.names)]
         whole = by if by is not None else known or None
@@ -250,6 +237,24 @@ def _form_of(file: _File, column: str, class_names: Sequence[str] | None) -> _Fo
     renamed = class_names is not None and not set(in_file) <= set(class_names)
     names = class_names if class_names is not None and (renamed or not in_file) else in_file
     return _Form(several, not names, names, renamed if in_file else None)
+
+
+def _check_forms(files: Sequence[_File], forms: Sequence[_Form], column: str, is_label: bool) -> None:
+    """Refuse files that have a column's labels in different forms. ``is_label``: --classes names them."""
+    for file, form in zip(files, forms):
+        if (form.several, form.numbers) != (forms[0].several, forms[0].numbers):
+            named = form.several == forms[0].several and is_label
+            more = ", or give the class names with --classes" if named else ""
+            raise ValueError(
+                f"{file.path} has {form} in the column {column!r}, but {files[0].path} has "
+                f"{forms[0]}: use the same form in all files{more}"
+            )
+    if len({form.renamed for form in forms} - {None}) > 1:
+        place = next(file.path for file, form in zip(files, forms) if form.renamed)
+        raise ValueError(
+            f"{place} has class names in the column {column!r} that are missing in --classes, "
+            "although --classes has all names of other files: add them to --classes"
+        )
 
 
 def _part(

@@ -16,10 +16,10 @@ import numpy as np
 from tqdm import tqdm
 
 from dataset.convert.files import FileRows, Folder
-from dataset.convert.json_stream import members
 from dataset.convert.pixels import Scale, array_of, shape_of
 from dataset.convert.source import Found, Part, Rows
 from dataset.convert.text import Names, shown, split_by_names
+from dataset.fetch.json_stream import members
 from dataset.fetch.source import Image
 from dataset.files import state_of
 from dataset.store.annotations import Kind
@@ -109,7 +109,7 @@ class _Reading:
         """
         counts: dict[str, int] = {}
         top: dict[str, Any] = {}
-        for inside, name, value in members(self.path, DATA):
+        for inside, name, value in members(self.path, DATA, "LEAF"):
             if inside is None:
                 top[name] = value
             else:
@@ -177,7 +177,7 @@ class _Reading:
         return Part(str(self.path), key, self.rows.table(), lambda row: str(self.path), self._images)
 
     def _images(self, start: int) -> Iterator[Image]:
-        for inside, _, value in members(self.path, DATA):
+        for inside, _, value in members(self.path, DATA, "LEAF"):
             samples = value["x"] if inside else []
             for sample in samples[start:]:
                 array = np.asarray(sample)

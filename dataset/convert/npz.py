@@ -116,6 +116,18 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]
     return shape, dtype
 
 
+def _array(path: Path, archive: zipfile.ZipFile, member: str) -> Array:
+    """An array of a file, of which the header alone is read."""
+    with archive.open(member) as file:
+        array = Array(path, member.removesuffix(".npy"), *_header(file, f"{path}, {member}"))
+        content = archive.getinfo(member).file_size - file.tell()
+    if content != math.prod(array.shape) * array.dtype.itemsize:
+        raise ValueError(
+            f"{array.where} is damaged: {content:,} bytes do not fit an array of shape {array.shape}"
+        )
+    return array
+
+
 def splits_of(path: Path) -> list[Split]:
     """The arrays of a file by split, those with images.
 
@@ -132,13 +144,7 @@ def splits_of(path: Path) -> list[Split]:
             if len(held) != 1 or len(of) > 1 or not member.endswith(".npy"):
                 unread.append(repr(member)[1:-1])
                 continue
-            with archive.open(member) as file:
-                array = Array(path, member.removesuffix(".npy"), *_header(file, f"{path}, {member}"))
-                content = archive.getinfo(member).file_size - file.tell()
-            if content != math.prod(array.shape) * array.dtype.itemsize:
-                raise ValueError(
-                    f"{array.where} is damaged: {content:,} bytes do not fit an array of shape {array.shape}"
-                )
+            array = _array(path, archive, member)
             split = found.setdefault(of[0] if of else None, Split(of[0] if of else None))
             if held[0] in split.arrays:
                 raise ValueError(

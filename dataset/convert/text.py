@@ -5,7 +5,6 @@ Ids are always text: client 007 is not client 7.
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
 import unicodedata
@@ -235,53 +234,3 @@ def _not_utf8(path: Path) -> int:
             except UnicodeDecodeError:
                 return number
     return 1
-
-
-def table_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV: the number of the line, and the cells of the needed columns.
-
-    Args:
-        path: of the CSV; it is read as a stream.
-        needed: columns that it must have.
-
-    Raises:
-        ValueError: that names file and line, for a column that is missing or there twice, a row of another
-            length, and a file without rows.
-    """
-    rows = csv.reader(lines(path), strict=True)
-    found = False
-    try:
-        header = next(rows, None)
-        if header is None:
-            raise ValueError(f"{path} is empty; it needs the columns {', '.join(needed)}")
-        for name, count in Counter(header).items():
-            if name and count > 1:
-                raise ValueError(f"{path} has two columns named {shown(name)}: remove or rename one")
-        missing = [name for name in needed if name not in header]
-        if missing:
-            has = ", ".join(map(shown, header))[:200]
-            raise ValueError(
-                f"{path} has no column {missing[0]!r}; it needs {', '.join(needed)}, but it has {has}"
-            )
-        places = [header.index(name) for name in needed]
-        for row in filter(None, rows):
-            if len(row) != len(header):
-                raise ValueError(f"{path}, line {rows.line_num} has {len(row)} cells, not {len(header)}")
-            found = True
-            yield rows.line_num, [row[place] for place in places]
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {rows.line_num} is not valid CSV ({error})") from None
-    if not found:
-        raise ValueError(f"{path} has no image: it needs at least one line below the column names")
-
-
-def header_of(path: Path) -> list[str]:
-    """The names of the columns of a CSV.
-
-    Raises:
-        ValueError: that names the file, where it is no UTF-8 text, or no CSV.
-    """
-    try:
-        return next(csv.reader(lines(path), strict=True), [])
-    except csv.Error as error:
-        raise ValueError(f"{path}, line 1 is not valid CSV ({error})") from None

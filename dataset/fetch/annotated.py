@@ -125,7 +125,7 @@ class Layout:
 
     Attributes:
         forms: the kinds of annotations that it can have, the usual one first.
-        wanted: like `dataset.fetch.members.Wanted`, for one kind of annotation.
+        wanted: like `dataset.fetch.members.Wanted`, for one kind of annotation; without ``users.csv``.
         read: reads the wanted files, given their contents by name, and their place for errors. A ValueError
             names the file and what is wrong in it.
         open_first_pixel: whether `Reading.first_pixel` may be 1 or 0.
@@ -234,8 +234,6 @@ def read_users(content: bytes, origin: str) -> Users:
         ValueError: that names file and line.
     """
     rows = list(csv_rows(utf8(content, origin), origin, ["image_id"]))
-    if not rows:
-        raise ValueError(f"{origin} lists no image: it needs at least one line below the column names")
     header = rows[0][1]
     names = [name for name in header if name.startswith("user")]
     wrong = [name for name in names if not NAME.fullmatch(_partition(name))]

@@ -19,16 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dataset.fetch.annotated import (
-    COLUMNS,
-    MAX_USERS_BYTES,
-    USERS_CSV,
-    Annotated,
-    Form,
-    Layout,
-    Reading,
-    fitted,
-)
+from dataset.fetch.annotated import COLUMNS, Annotated, Form, Layout, Reading, fitted
 from dataset.fetch.outlines import CROWD_CLASS, LEAST_NUMBERS, MAX_PIXELS, Outline, checked, mask_png, packed
 from dataset.store.annotations import BACKGROUND, CROWD, VOID, is_background
 
@@ -51,8 +42,6 @@ Json = dict[str, Any]
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
-    if path.name == USERS_CSV:
-        return path.name, MAX_USERS_BYTES
     return (path.name, MAX_JSON_BYTES) if _NAME.fullmatch(path.name) else None
 
 
@@ -128,7 +117,25 @@ class Reader:
             folder: the folder with its images.
             split: of its images.
         """
-        categories = _categories(_list(content, "categories", origin), origin)
+        self._take_categories(_categories(_list(content, "categories", origin), origin), origin)
+        self.folders.add(folder)
+        images = self._images(content, origin, split)
+        for entry in _list(content, "annotations", origin):
+            where = f"{origin}: annotation {str(entry.get('id'))[:MAX_SHOWN]}"
+            number = _whole(entry, "image_id", where)
+            if number not in images:
+                raise ValueError(f"{where} belongs to image {number}, which is not in the list images")
+            objects, size = images[number]["record"][COLUMNS[self.form]], images[number]["size"]
+            if self.form == "mask":
+                objects.append(self._outlined(entry, size, where))
+            elif (box := self._box(entry, size, where)) is not None:
+                objects.append(box)
+        for image in images.values() if self.form == "mask" else ():
+            image["record"][COLUMNS["mask"]] = mask_png(image["record"][COLUMNS["mask"]], image["size"])
+        self.records += [image["record"] for image in images.values()]
+
+    def _take_categories(self, categories: dict[int, str], origin: str) -> None:
+        """Keep the categories of a file, which are those of the files before it, if there were any."""
         if self.form == "mask" and len(categories) >= VOID:
             raise ValueError(
                 f"{origin} has {len(categories):,} categories, but masks can have at most {VOID - 1}: "
@@ -147,7 +154,9 @@ class Reader:
                 "categories in all files"
             )
         self.categories = categories
-        self.folders.add(folder)
+
+    def _images(self, content: Json, origin: str, split: str) -> dict[int, Json]:
+        """The size of each image, and its record, which has no objects yet, by the image's number."""
         images: dict[int, Json] = {}
         for entry in _list(content, "images", origin):
             number, where = _whole(entry, "id", origin), f"{origin}: image {entry.get('id')}"
@@ -166,25 +175,10 @@ class Reader:
                 "size": size,
                 "record": {"image_id": Path(name).stem, "partition": split, COLUMNS[self.form]: []},
             }
-            self._also_called(str(number), Path(name).stem)
-        for entry in _list(content, "annotations", origin):
-            where = f"{origin}: annotation {str(entry.get('id'))[:MAX_SHOWN]}"
-            number = _whole(entry, "image_id", where)
-            if number not in images:
-                raise ValueError(f"{where} belongs to image {number}, which is not in the list images")
-            objects, size = images[number]["record"][COLUMNS[self.form]], images[number]["size"]
-            if self.form == "mask":
-                objects.append(self._outlined(entry, size, where))
-            elif (box := self._box(entry, size, where)) is not None:
-                objects.append(box)
-        for image in images.values() if self.form == "mask" else ():
-            image["record"][COLUMNS["mask"]] = mask_png(image["record"][COLUMNS["mask"]], image["size"])
-        self.records += [image["record"] for image in images.values()]
-
-    def _also_called(self, number: str, image: str) -> None:
-        if number in self.ids:
-            self.twice.add(number)
-        self.ids[number] = image
+            if str(number) in self.ids:
+                self.twice.add(str(number))
+            self.ids[str(number)] = Path(name).stem
+        return images
 
     def _kind(self, entry: Json, where: str) -> tuple[int, bool]:
         """Category, and whether it is a group."""

@@ -7,7 +7,6 @@ command continues within the archive where it stopped.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import tarfile
@@ -36,6 +35,7 @@ from dataset.partitions.assignments import (
 )
 from dataset.store.annotations import Kind
 from dataset.store.columns import schema
+from dataset.tables import header_of
 
 OWNERS = {"train": "no-author", "test": "all-test"}
 """The owner of an image whose author is not known."""
@@ -142,10 +142,7 @@ def read_lists(place: Path) -> Lists:
     tests: list[Listing] = []
     for name, text in sorted(csv_texts(place).items()):
         origin = f"{place}: {name}"
-        try:
-            header = next(csv.reader(io.StringIO(text, newline="")), [])
-        except csv.Error as error:
-            raise ValueError(f"{origin} is not valid CSV ({error}); download the file again") from None
+        header = header_of(io.StringIO(text, newline=""), origin)
         if TRAIN_CSV.fullmatch(name) or name.endswith(("_train.csv", "_train_split.csv")):
             users = [column for column in header if column not in ("image_id", "class", "label")]
             part = partition_name(name) if TRAIN_CSV.fullmatch(name) else "users"

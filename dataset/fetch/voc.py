@@ -20,16 +20,7 @@ from typing import Any
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from dataset.fetch.annotated import (
-    COLUMNS,
-    MAX_USERS_BYTES,
-    USERS_CSV,
-    Annotated,
-    Form,
-    Layout,
-    Reading,
-    fitted,
-)
+from dataset.fetch.annotated import COLUMNS, USERS_CSV, Annotated, Form, Layout, Reading, fitted
 from dataset.files import utf8
 from dataset.store.annotations import BACKGROUND, DIFFICULT
 from dataset.store.index import SPLITS
@@ -52,8 +43,8 @@ _NUMBER = re.compile(r"[-+]?[0-9]{1,9}(\.[0-9]{1,20})?")
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
     folder = path.parts[-2] if len(path.parts) > 1 else ""
-    if path.name in (CLASSES_TXT, USERS_CSV):
-        return path.name, MAX_USERS_BYTES
+    if path.name == CLASSES_TXT:
+        return path.name, MAX_LIST_BYTES
     if path.suffix == ".txt" and path.parts[-3:-1] == ("ImageSets", SETS[form]):
         in_use = path.stem in (*SPLITS, "trainval")
         return (f"ImageSets/{path.name}", MAX_LIST_BYTES) if in_use else None

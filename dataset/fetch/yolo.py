@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from dataset.fetch.annotated import MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
+from dataset.fetch.annotated import USERS_CSV, Annotated, Form, Layout, Reading
 from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.fetch.coco import Json, Reader
 from dataset.fetch.members import files_below
@@ -46,8 +46,6 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
-    if path.name == USERS_CSV:
-        return path.name, MAX_USERS_BYTES
     if len(path.parts) == 1 and path.name in NAMES:
         return path.name, MAX_NAMES_BYTES
     if path.suffix.lower() != TEXT or len(path.parts) == 1 or path.name in NAMES:
@@ -128,6 +126,12 @@ def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -
         found[path] = _Image(_split(path, splits, file), _label(path, files))
     if not found:
         raise ValueError(f"{root} has no image ({', '.join(IMAGE_SUFFIXES)})")
+    _check_texts(root, files, found)
+    return found
+
+
+def _check_texts(root: Path, files: Mapping[str, bytes], found: Mapping[PurePosixPath, _Image]) -> None:
+    """Refuse text files of no image, and splits without any; say how many images have none."""
     used, stems = {image.label for image in found.values()}, {path.stem for path in found}
     unused = [PurePosixPath(name) for name in files if "/" in name and name not in used]
     if lost := [path.as_posix() for path in unused if "labels" in path.parts or path.stem in stems]:
@@ -144,7 +148,6 @@ def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -
                 f"{sum(bare):,} images of {split} have no text file, and count as images without objects",
                 file=sys.stderr,
             )
-    return found
 
 
 def _split(path: PurePosixPath, splits: Mapping[str, str], file: Path) -> str:
@@ -191,7 +194,9 @@ def _names(files: Mapping[str, bytes], origin: str) -> list[str]:
             found = yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as fault:
         raise ValueError(f"{where} cannot be read ({' '.join(str(fault).split())[:200]})") from None
-    names: object = found.get("names") if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        found = {}
+    names: object = found.get("names")
     if isinstance(names, dict) and all(type(number) is int for number in names):
         numbers = sorted(names)
         names = [names[number] for number in numbers] if numbers == [*range(len(numbers))] else None
@@ -201,9 +206,9 @@ def _names(files: Mapping[str, bytes], origin: str) -> list[str]:
             f"{where} needs names: a list of different texts, or a mapping from the numbers 0, 1, 2, "
             "... to texts (put yes, no, on, off and numbers in quotes)"
         )
-    if isinstance(found, dict) and found.get("nc", len(texts)) != len(texts):
+    if found.get("nc", len(texts)) != len(texts):
         raise ValueError(f"{where} has {len(texts)} names, but nc is another number: correct one of the two")
-    if isinstance(found, dict) and "kpt_shape" in found:
+    if "kpt_shape" in found:
         raise ValueError(
             f"{where} has kpt_shape, but keypoints are not read; use annotations with boxes or outlines"
         )

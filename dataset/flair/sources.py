@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pyarrow as pa
 from dataset.fetch import hugging_face as hub
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.http import fetch, remote
+from dataset.fetch.json_stream import elements
 from dataset.fetch.parquet import ParquetSource, num_rows
 from dataset.fetch.source import Shard, Source, bytes_to_download, delete_downloads
 from dataset.store.columns import ID_COLUMNS, schema
@@ -30,15 +29,13 @@ LICENCE = (
 )
 SCHEMA = schema(dict.fromkeys(TAXONOMIES, "label set"))
 """The columns of ``apple/flair`` beside the image; ids are strings."""
-MAX_RECORD_CHARACTERS = 1 << 22
-"""The longest record in Apple's JSON."""
 
 
 def read_metadata(path: Path) -> pa.Table:
     """Apple's JSON list of records as a table, read object by object and held in compact columns."""
     tables: list[pa.Table] = []
     rows: list[dict[str, Any]] = []
-    for number, entry in enumerate(_json_list(path)):
+    for number, entry in enumerate(elements(path, "FLAIR")):
         try:
             row: dict[str, Any] = {name: _text(entry[name], name) for name in ID_COLUMNS}
             row |= {name: _texts(entry[name], name) for name in TAXONOMIES}
@@ -66,34 +63,6 @@ def _texts(value: object, name: str) -> list[str]:
     if not isinstance(value, list):
         raise ValueError(f"the {name} {str(value)[:80]!r}, which is not a list")
     return [_text(item, name) for item in value]
-
-
-def _json_list(path: Path, block: int = 1 << 20) -> Iterator[Any]:
-    decoder, text, at = json.JSONDecoder(), "", 0
-    with open(path, encoding="utf-8") as file:
-        text = file.read(block).lstrip()
-        if not text.startswith("["):
-            raise ValueError(f"{path} is not a JSON list")
-        at = 1
-        while True:
-            while at < len(text) and text[at] in " \t\r\n,":
-                at += 1
-            if text[at : at + 1] == "]":
-                return
-            try:
-                value, at = decoder.raw_decode(text, at)
-            except RecursionError:
-                raise ValueError(f"{path} is nested too deeply to be the metadata of FLAIR") from None
-            except json.JSONDecodeError as error:
-                more = file.read(block) if len(text) - at < MAX_RECORD_CHARACTERS else ""
-                if not more:
-                    raise ValueError(
-                        f"{path} is not valid JSON ({error.msg}): it may be incomplete, so copy or "
-                        "download it again"
-                    ) from None
-                text, at = text[at:] + more, 0
-                continue
-            yield value
 
 
 def local(folder: Path) -> Source:

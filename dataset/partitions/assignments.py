@@ -8,14 +8,12 @@ Ids are strings, whatever they look like. Shape letters: M rows of a CSV, N imag
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import re
 import unicodedata
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from dataset.arrays import IntArray
+from dataset.files import utf8
 from dataset.store.annotations import MAX_LABELS, offsets_of
 from dataset.store.index import PartitionIndex
+from dataset.tables import rows_of
 
 NOBODY = "NA"
 TRAIN_CSV, TEST_CSV = re.compile(r"federated_train.*\.csv"), "test.csv"
@@ -82,8 +82,6 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
         labels += [row["label"]] if "label" in row else []
         for column, name in user_columns.items():
             users[name].append(row[column])
-    if not ids:
-        raise ValueError(f"{origin} has no image; download the file again")
     return Listing(origin, ids, np.array(classes, np.int64), users, labels or None)
 
 
@@ -101,43 +99,25 @@ def csv_rows(
         users: the columns of users; None: those whose names begin with user.
 
     Raises:
-        ValueError: that names file and line for a column that is missing or there twice, a row of another
-            length, an image that comes twice, and white space around an image id or a user.
+        ValueError: that names file and line, as `rows_of`, and for an image that comes twice, and white space
+            around an image id or a user.
     """
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     seen: dict[str, int] = {}
-    try:
-        header = next(rows, [])
-        lacking = [name for name in needed if name not in header]
-        if lacking:
-            raise ValueError(f"{origin} has no column {lacking[0]!r}; it needs {', '.join(needed)}")
-        twice = [name for name, count in Counter(header).items() if name and count > 1]
-        if twice:
-            raise ValueError(f"{origin} has two columns named {twice[0]!r}; remove one")
-        owners = [name for name in header if name.startswith("user")] if users is None else users
-        for fields in filter(None, rows):  # an empty line is no row
-            where = f"{origin}, line {rows.line_num}"
-            if len(fields) != len(header):
-                raise ValueError(
-                    f"{where} has {len(fields)} fields, not {len(header)}; download the file again"
-                )
-            row = dict(zip(header, fields))
-            for name in ("image_id", *owners):
-                if row[name] != row[name].strip():
-                    raise ValueError(f"{where} has white space around the {name} {row[name]!r}: remove it")
-                if name != "image_id":  # whose name is that of a file
-                    row[name] = unicodedata.normalize("NFC", row[name])
-            first = seen.setdefault(row["image_id"], rows.line_num)
-            if first != rows.line_num:
-                raise ValueError(
-                    f"{where} has image {row['image_id']} a second time (line {first}): remove one of "
-                    "the two lines"
-                )
-            yield where, row
-    except csv.Error as error:
-        raise ValueError(
-            f"{origin}, line {rows.line_num} is not valid CSV ({error}); download the file again"
-        ) from None
+    for line, row in rows_of(io.StringIO(text, newline=""), origin, needed):
+        where = f"{origin}, line {line}"
+        owners = [name for name in row if name.startswith("user")] if users is None else users
+        for name in ("image_id", *owners):
+            if row[name] != row[name].strip():
+                raise ValueError(f"{where} has white space around the {name} {row[name]!r}: remove it")
+            if name != "image_id":  # whose name is that of a file
+                row[name] = unicodedata.normalize("NFC", row[name])
+        first = seen.setdefault(row["image_id"], line)
+        if first != line:
+            raise ValueError(
+                f"{where} has image {row['image_id']} a second time (line {first}): remove one of "
+                "the two lines"
+            )
+        yield where, row
 
 
 def rows_digest(listing: Listing, name: str) -> str:
@@ -205,10 +185,7 @@ def csv_texts(place: Path) -> dict[str, str]:
     def put(name: str, content: bytes) -> None:
         if name in found:
             raise ValueError(f"{place} has two files named {name}; give a folder with only one of them")
-        try:
-            found[name] = content.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise ValueError(f"{place}: {name} is not UTF-8 text; download the file again") from None
+        found[name] = utf8(content, f"{place}: {name}")
 
     if place.is_dir():
         for path in sorted(place.rglob("*.csv")):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from dataset.fetch.annotated import COLUMNS, MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
+from dataset.fetch.annotated import COLUMNS, Annotated, Form, Layout, Reading
 from dataset.fetch.voc import CLASSES, MAX_LIST_BYTES, MAX_MASK_BYTES, image_ids
 from dataset.sbd.matlab import byte_matrix
 from dataset.store.annotations import BACKGROUND, encoded_mask
@@ -20,8 +20,6 @@ LISTS = ("train", "val")
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
-    if path.name == USERS_CSV:
-        return path.name, MAX_USERS_BYTES
     if path.suffix == ".txt" and path.stem in LISTS and path.parent.name in ("", "dataset"):
         return path.name, MAX_LIST_BYTES
     is_mask = path.suffix == ".mat" and len(path.parts) > 1 and path.parts[-2] == "cls"

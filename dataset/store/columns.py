@@ -5,7 +5,7 @@ Shape letters: R records in the source's order, U users, N images, K labels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,21 +102,18 @@ def build_index(
     def whose(record: int) -> str:
         return f"image {ids['image_id'][record].decode()} of user {ids['user_id'][record].decode()}"
 
-    names, codes = _coded(table["partition"])
-    for code in sorted(set(names) - set(SPLITS)):
-        record = int(np.flatnonzero(codes == names.index(code))[0])
-        raise ValueError(f"{whose(record)} is in partition {code!r}; it must be one of {', '.join(SPLITS)}")
-    _refuse_twice(ids["image_id"], codes if ids_are_positions else np.zeros_like(codes), keep, whose)
+    split_of = _split_of(table["partition"], whose)
+    _refuse_twice(ids["image_id"], split_of if ids_are_positions else np.zeros_like(split_of), keep, whose)
     columns = {
         name: _annotation(table[name], kind, keep, name, vocabulary.get(name), whose)
         for name, kind in kinds(table.schema).items()
     }
     mappings = {name: mapping for name, (mapping, _) in columns.items()}
-    present = tuple(name for name in SPLITS if name in names and (keep & (codes == names.index(name))).any())
+    present = tuple(name for number, name in enumerate(SPLITS) if (split_of[keep] == number).any())
     placement = Placement(present, np.full(len(keep), -1, np.int8), np.full(len(keep), -1, np.int64))
     splits: dict[str, SplitIndex] = {}
     for number, name in enumerate(present):
-        records = np.flatnonzero(keep & (codes == names.index(name)))
+        records = np.flatnonzero(keep & (split_of == SPLITS.index(name)))
         user_ids, owner = np.unique(ids["user_id"][records], return_inverse=True)
         if grouped:
             keys = (owner,) if ids_are_positions else (ids["image_id"][records], owner)
@@ -134,6 +131,15 @@ def build_index(
             image_sizes=None if sizes is None else sizes[records],
         )
     return DatasetIndex(splits, mappings, provenance, grouped), placement
+
+
+def _split_of(column: pa.ChunkedArray, whose: Callable[[int], str]) -> IntArray:
+    """The split of each record, as a position in `SPLITS`."""
+    names, codes = _coded(column)
+    for name in sorted(set(names) - set(SPLITS)):
+        record = int(np.flatnonzero(codes == names.index(name))[0])
+        raise ValueError(f"{whose(record)} is in partition {name!r}; it must be one of {', '.join(SPLITS)}")
+    return np.array([SPLITS.index(name) for name in names], np.int64)[codes]
 
 
 def _ids(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
@@ -158,7 +164,9 @@ def _coded(column: pa.ChunkedArray) -> tuple[list[str], IntArray]:
     return coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _refuse_twice(image_ids: npt.NDArray[np.bytes_], scope: IntArray, keep: BoolArray, whose: Any) -> None:
+def _refuse_twice(
+    image_ids: npt.NDArray[np.bytes_], scope: IntArray, keep: BoolArray, whose: Callable[[int], str]
+) -> None:
     """Raise ValueError for two records with one id in one scope."""
     records = np.flatnonzero(keep)
     order = records[np.lexsort((image_ids[records], scope[records]))]
@@ -178,7 +186,7 @@ def _annotation(
     keep: BoolArray,
     name: str,
     vocabulary: list[str] | None,
-    whose: Any,
+    whose: Callable[[int], str],
 ) -> tuple[dict[str, int], Annotation]:
     """The mapping from name to number, and the annotation of all records, empty for those not to keep."""
     if kind == "mask":
@@ -199,16 +207,7 @@ def _annotation(
         values = pc.struct_field(values, "name")
     names, codes = _coded(values)
     record, codes = record[kept], codes[kept]
-    occurring = np.unique(codes)
-    known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring.tolist())
-    check_num_labels(name, len(known))
-    mapping = {label: rank for rank, label in enumerate(known)}
-    for code in occurring.tolist():
-        if names[code] not in mapping:
-            where = whose(int(record[np.flatnonzero(codes == code)[0]]))
-            raise ValueError(
-                f"{where} has the label {names[code]!r}, which --label_mapping does not list under {name}"
-            )
+    mapping = _numbers(names, codes, name, vocabulary, lambda place: whose(int(record[place])))
     to_number = np.array([mapping.get(label, -1) for label in names], np.int64)
     classes = to_number[codes] if len(codes) else codes
     if kind == "label set":
@@ -219,3 +218,31 @@ def _annotation(
     every = np.zeros(len(keep), np.int64)
     every[record] = classes
     return mapping, OneClass.of(every, len(mapping))
+
+
+def _numbers(
+    names: list[str], codes: IntArray, name: str, vocabulary: list[str] | None, whose: Callable[[int], str]
+) -> dict[str, int]:
+    """The number of each name in the vocabulary, or without one of each that occurs in an annotation.
+
+    Args:
+        names: those of all records.
+        codes: the places in ``names`` of what occurs.
+        name: of the annotation.
+        vocabulary: the names in the order of their numbers.
+        whose: the record of an element of ``codes``, in words.
+
+    Raises:
+        ValueError: for a name that the vocabulary has not.
+    """
+    occurring = np.unique(codes).tolist()
+    known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring)
+    check_num_labels(name, len(known))
+    mapping = {label: rank for rank, label in enumerate(known)}
+    for code in occurring:
+        if names[code] not in mapping:
+            where = whose(int(np.flatnonzero(codes == code)[0]))
+            raise ValueError(
+                f"{where} has the label {names[code]!r}, which --label_mapping does not list under {name}"
+            )
+    return mapping

@@ -43,7 +43,7 @@ class FeatureColumn:
         kind: the format in which numbers are kept, by numpy's name.
     """
 
-    def __init__(self, folder: Path, split: str, num_rows: int, width: int, kind: str = FULL) -> None:
+    def __init__(self, folder: Path, split: str, num_rows: int, width: int, kind: str) -> None:
         self._kind = np.dtype(kind).newbyteorder("<")
         self._numbers = folder / f"{split}.f{8 * self._kind.itemsize}"
         self._sums = folder / f"{split}.json"

@@ -78,7 +78,7 @@ class Descent:
         local: NNTrainHyperParams,
         names: Collection[str],
         rate: float,
-        pull: Pull | None = None,
+        pull: Pull | None,
         loss: Loss | None = None,
         gradient: Gradient = steepest,
     ) -> None:

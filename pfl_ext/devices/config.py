@@ -83,23 +83,7 @@ class DevicesConfig:
     """Share of each cohort that has time for 1 to local.num_epochs - 1 epochs, drawn each round (FedProx)."""
 
     def __post_init__(self) -> None:
-        for name, values in (self.classes or {}).items():
-            _device_class(name, values)
-        shares = sum(each.share for each in self.device_classes)
-        if self.classes and not math.isclose(shares, 1, abs_tol=1e-6):
-            raise ValueError(f"the shares of devices.classes add up to {shares:g}: make them add up to 1")
-        if self.classes and self.capacities:
-            raise ValueError("devices.classes and devices.capacities both set speeds: leave one of them out")
-        if self.sigma and not self.classes:
-            raise ValueError(
-                "devices.sigma varies the speeds of devices.classes, which are not set: set "
-                "devices.classes, or leave sigma out"
-            )
-        for key in ("deadline_s", "availability"):
-            if getattr(self, key) is not None and not self.has_clock:
-                raise ValueError(f"devices.{key} needs speeds: set devices.classes or devices.capacities")
-        if self.over_selection > 1 and not self.has_clock:
-            raise ValueError("devices.over_selection needs speeds: set devices.classes or devices.capacities")
+        self._check_speeds()
         if (self.availability is None) != (self.availability_period_s is None):
             raise ValueError("devices.availability and devices.availability_period_s must be set together")
         for key in ("capacities", "availability"):
@@ -115,6 +99,27 @@ class DevicesConfig:
             raise ValueError(
                 f"devices.late is {self.late}, but without a deadline no user is late: set devices.deadline_s"
             )
+
+    def _check_speeds(self) -> None:
+        """Refuse speeds that contradict one another, and what needs speeds without any."""
+        shares = sum(each.share for each in self.device_classes)
+        if self.classes and not math.isclose(shares, 1, abs_tol=1e-6):
+            raise ValueError(f"the shares of devices.classes add up to {shares:g}: make them add up to 1")
+        if self.classes and self.capacities:
+            raise ValueError("devices.classes and devices.capacities both set speeds: leave one of them out")
+        if self.sigma and not self.classes:
+            raise ValueError(
+                "devices.sigma varies the speeds of devices.classes, which are not set: set "
+                "devices.classes, or leave sigma out"
+            )
+        need_a_clock = {
+            "deadline_s": self.deadline_s is not None,
+            "availability": self.availability is not None,
+            "over_selection": self.over_selection > 1,
+        }
+        for key, is_set in need_a_clock.items():
+            if is_set and not self.has_clock:
+                raise ValueError(f"devices.{key} needs speeds: set devices.classes or devices.capacities")
 
     @property
     def device_classes(self) -> list[DeviceClass]:

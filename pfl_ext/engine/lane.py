@@ -221,46 +221,51 @@ class Lane:
             velocity = self._velocity if local.momentum else None
             self._steps.step(gradients, local, first, used.weights, self._moved, velocity, rate)
 
+    @torch.no_grad()
     def _step_by_variable(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> None:
-        with torch.no_grad():
-            if local.mu and not first:
-                difference = torch._foreach_sub(self._weights, self._starts)
-                torch._foreach_add_(gradients, difference, alpha=local.mu)
-            if local.correction == "gradient":
-                torch._foreach_add_(gradients, self._corrections)
-            clip_gradients(gradients, local)
-            adam, sources = local.adaptive, self._starts if first else self._weights
-            if local.weight_decay and not (adam and adam.decoupled):
+        direction = self._direction(gradients, local, first)
+        corrections = self._corrections if local.correction == "step" else []
+        if local.factors:
+            direction = list(torch._foreach_mul(direction, local.factors))
+            corrections = list(torch._foreach_mul(corrections, local.factors)) if corrections else []
+        if self._rate_is_read(local):
+            direction = list(torch._foreach_mul(direction, self._rate))
+            corrections = list(torch._foreach_mul(corrections, self._rate)) if corrections else []
+        if not first:
+            torch._foreach_sub_(self._weights, direction, alpha=local.learning_rate)
+        elif self._stream is not None:  # this way needs few launches
+            torch._foreach_mul_(direction, -local.learning_rate)
+            torch._foreach_add_(direction, self._starts)
+            torch._foreach_copy_(self._weights, direction)
+        else:
+            for weight, start, part in zip(self._weights, self._starts, direction):
+                torch.sub(start, part, alpha=local.learning_rate, out=weight)
+        if corrections:
+            torch._foreach_sub_(self._weights, corrections, alpha=local.learning_rate)
+
+    def _direction(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> list[Tensor]:
+        """What the local optimiser steps along, in the place of the gradients or of its momentum."""
+        if local.mu and not first:
+            difference = torch._foreach_sub(self._weights, self._starts)
+            torch._foreach_add_(gradients, difference, alpha=local.mu)
+        if local.correction == "gradient":
+            torch._foreach_add_(gradients, self._corrections)
+        clip_gradients(gradients, local)
+        adam, sources = local.adaptive, self._starts if first else self._weights
+        if local.weight_decay and not (adam and adam.decoupled):
+            torch._foreach_add_(gradients, sources, alpha=local.weight_decay)
+        if adam:
+            assert self._moments is not None
+            gradients = self._moments.direction(gradients, adam, first)
+            if adam.decoupled and local.weight_decay:
                 torch._foreach_add_(gradients, sources, alpha=local.weight_decay)
-            if adam:
-                assert self._moments is not None
-                gradients = self._moments.direction(gradients, adam, first)
-                if adam.decoupled and local.weight_decay:
-                    torch._foreach_add_(gradients, sources, alpha=local.weight_decay)
-            elif local.momentum and first:
-                torch._foreach_copy_(self._velocities, gradients)
-            elif local.momentum:
-                torch._foreach_mul_(self._velocities, local.momentum)
-                torch._foreach_add_(self._velocities, gradients)
-                gradients = self._velocities
-            corrections = self._corrections if local.correction == "step" else []
-            if local.factors:
-                gradients = list(torch._foreach_mul(gradients, local.factors))
-                corrections = list(torch._foreach_mul(corrections, local.factors)) if corrections else []
-            if self._rate_is_read(local):
-                gradients = list(torch._foreach_mul(gradients, self._rate))
-                corrections = list(torch._foreach_mul(corrections, self._rate)) if corrections else []
-            if not first:
-                torch._foreach_sub_(self._weights, gradients, alpha=local.learning_rate)
-            elif self._stream is not None:  # this way needs few launches
-                torch._foreach_mul_(gradients, -local.learning_rate)
-                torch._foreach_add_(gradients, self._starts)
-                torch._foreach_copy_(self._weights, gradients)
-            else:
-                for weight, start, gradient in zip(self._weights, self._starts, gradients):
-                    torch.sub(start, gradient, alpha=local.learning_rate, out=weight)
-            if corrections:
-                torch._foreach_sub_(self._weights, corrections, alpha=local.learning_rate)
+        elif local.momentum and first:
+            torch._foreach_copy_(self._velocities, gradients)
+        elif local.momentum:
+            torch._foreach_mul_(self._velocities, local.momentum)
+            torch._foreach_add_(self._velocities, gradients)
+            return self._velocities
+        return gradients
 
     @torch.no_grad()
     def _descend(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> None:

@@ -126,12 +126,10 @@ class Tuner:
             found = replace(found, fuse=as_is.fuse) if engine.on_gpu else replace(found, lanes=as_is.lanes)
         else:
             times = self._times(engine, job, place)
-            as_is, *others = times
-            worst = (times[as_is] or math.inf) * GAIN
-            found = min(others, key=lambda c: times[c] or math.inf, default=as_is)
-            found = found if (times[found] or math.inf) < worst else as_is
+            found = _fastest(times)
             seconds = [{**asdict(c), "seconds": None if s is None else round(s, 4)} for c, s in times.items()]
-            source = "timed" if others else "as it was, since passes are too short or too long to compare"
+            timed = len(times) > 1
+            source = "timed" if timed else "as it was, since passes are too short or too long to compare"
         engine.arrange(found)
         self.outcome = {**asdict(found), "device": device, "source": source, "seconds": seconds}
         if is_main():
@@ -213,6 +211,13 @@ class Tuner:
         if workers.world_size > 1:
             workers.all_reduce([seconds])
         return float(seconds) if math.isfinite(seconds) else None
+
+
+def _fastest(times: Timed) -> Arrangement:
+    """The fastest arrangement if it is faster enough than the first one, which is the engine's own."""
+    as_is, *others = times
+    found = min(others, key=lambda other: times[other] or math.inf, default=as_is)
+    return found if (times[found] or math.inf) < (times[as_is] or math.inf) * GAIN else as_is
 
 
 def arrangement_in(found: dict[str, Any]) -> Arrangement | None:

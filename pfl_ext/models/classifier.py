@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import torchvision.models as zoo
 from pfl.metrics import MetricValue, Weighted
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.mixing import is_mixed, mixed
@@ -68,7 +68,7 @@ class FrozenStatisticsBatchNorm2d(nn.Module):
 
 
 def build_backbone(
-    config: ModelConfig, num_labels: int, generator: torch.Generator, weights: str | Path | None = None
+    config: ModelConfig, num_labels: int, generator: Generator, weights: str | Path | None = None
 ) -> nn.Module:
     """A classifier without live BatchNorm, on the CPU.
 
@@ -101,16 +101,7 @@ def build_backbone(
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; choose another")
     initialise(backbone, config, generator)
-    if isinstance(backbone, EncoderDecoder):  # no file has statistics of the decoder
-        _replace(backbone.decoder, _BatchNorm, lambda bn: _group_norm(bn, config))
-    _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
-    number, drops = itertools.count(), any(isinstance(it, DROPPING) and it.p for it in backbone.modules())
-    _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else left_out(it))
-    if not config.dropout:
-        leave_out_of_attention(backbone)
-    if config.dropout and not drops:
-        raise ValueError(f"model.dropout is true, but {arch} has no dropout: set model.dropout to false")
-    assert_no_live_batchnorm(backbone)
+    _replace_norms_and_dropout(backbone, config)
     if config.channel_norm == "data" and standardised_in(backbone) is None:
         raise ValueError(f"model.channel_norm is data, but {arch} has no norm for it: set it to group")
     ran = check_size(backbone, arch, config.input_size, num_labels)
@@ -131,8 +122,24 @@ def build_backbone(
     return backbone
 
 
+def _replace_norms_and_dropout(backbone: nn.Module, config: ModelConfig) -> None:
+    """Give a network layers of which neither batches nor the global generator change the outputs."""
+    if isinstance(backbone, EncoderDecoder):  # no file has statistics of the decoder
+        _replace(backbone.decoder, _BatchNorm, lambda bn: _group_norm(bn, config))
+    _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
+    number, drops = itertools.count(), any(isinstance(it, DROPPING) and it.p for it in backbone.modules())
+    _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else left_out(it))
+    if not config.dropout:
+        leave_out_of_attention(backbone)
+    elif not drops:
+        raise ValueError(
+            f"model.dropout is true, but {config.arch} has no dropout: set model.dropout to false"
+        )
+    assert_no_live_batchnorm(backbone)
+
+
 def _of_parties(
-    config: ModelConfig, num_labels: int, generator: torch.Generator, weights: str | Path | None
+    config: ModelConfig, num_labels: int, generator: Generator, weights: str | Path | None
 ) -> nn.Module:
     """A network for each party, drawn one after another; ``weights`` is a file with all of them."""
     alone = replace(config, parties=None, input_size=config.input_size // 2)
@@ -159,9 +166,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
         raise wrong_side(arch, config.input_size, fault) from fault
 
 
-def _insert_bottleneck(
-    backbone: nn.Module, config: ModelConfig, units: int, generator: torch.Generator
-) -> None:
+def _insert_bottleneck(backbone: nn.Module, config: ModelConfig, units: int, generator: Generator) -> None:
     """Replace the head by two newly drawn linear layers."""
     name, head = head_of(backbone)
     if not isinstance(head, nn.Linear):
@@ -175,7 +180,7 @@ def _insert_bottleneck(
 
 
 def _insert_random_features(
-    backbone: nn.Module, config: ModelConfig, outputs: int, generator: torch.Generator
+    backbone: nn.Module, config: ModelConfig, outputs: int, generator: Generator
 ) -> None:
     """Replace the head by a newly drawn one on random features."""
     name, head = head_of(backbone)

@@ -81,7 +81,7 @@ class FasterRCNN(Decoder):
 
     by_class: ClassVar[str] = "predictor"
 
-    def __init__(self, channels: Sequence[int], num_classes: int, widths: tuple[int, int] = WIDE) -> None:
+    def __init__(self, channels: Sequence[int], num_classes: int, widths: tuple[int, int]) -> None:
         super().__init__()
         width, units = widths
         self.pyramid = FeaturePyramidNetwork(list(channels[FIRST:]), width, extra_blocks=LastLevelMaxPool())

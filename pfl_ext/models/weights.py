@@ -97,10 +97,7 @@ def load_weights(
     Raises:
         ValueError: unless names and all other shapes are exactly the network's.
     """
-    for prefix in PREFIXES:
-        own = any(name.startswith(prefix) for name in backbone.state_dict())
-        if tensors and not own and all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    tensors = _without_prefix(tensors, backbone)
     if isinstance(backbone, EncoderDecoder) and not any(name.startswith("encoder.") for name in tensors):
         if head is None:
             raise ValueError(f"{source} holds no decoder of {arch}: set model.keep_head to false")
@@ -121,6 +118,25 @@ def load_weights(
     if added and not added & loaded.keys():
         vars(backbone)[_DRAWN] = sorted(added)
         wanted = {name: tensor for name, tensor in wanted.items() if name not in added}
+    _check_fit(loaded, wanted, source, arch, keeps_head=head is None)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(loaded[name])
+
+
+def _without_prefix(tensors: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
+    """The tensors by their names in the network: without one of `PREFIXES` that all have, but none there."""
+    for prefix in PREFIXES:
+        own = any(name.startswith(prefix) for name in backbone.state_dict())
+        if tensors and not own and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _check_fit(
+    loaded: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str, arch: str, keeps_head: bool
+) -> None:
+    """Raise ValueError unless a file has exactly the tensors that a network needs of it."""
     missing, unexpected = wanted.keys() - loaded.keys(), loaded.keys() - wanted.keys()
     if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
         raise ValueError(
@@ -144,13 +160,10 @@ def load_weights(
         *([f"of the wrong shape or type {some(wrong)}"] if wrong else []),
     ]
     if found:
-        remedy = " with these labels, or set model.keep_head to false" if head is None else ""
+        remedy = " with these labels, or set model.keep_head to false" if keeps_head else ""
         if all("pos_embedding" in each for each in (*missing, *unexpected, *wrong)):  # of or for one patch
             remedy = " for images of this size, or choose another model.input_size"
         raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}{remedy}")
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(loaded[name])
 
 
 def drawn_in(network: nn.Module) -> list[str]:

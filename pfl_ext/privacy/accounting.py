@@ -153,7 +153,32 @@ class PrivacyConfig:
         """
         noise_cohort = cohort_size if self.noise_cohort_size is None else self.noise_cohort_size
         noise_population = population if self.noise_population is None else self.noise_population
-        delta = noise_population**-1.1 if self.delta is None else self.delta
+        self._check_population(noise_population, noise_cohort, population, cohort_size)
+        delta = self._checked_delta(noise_population, population)
+        quiet = System(
+            noise_population, noise_cohort, 0.0, delta, self.sampler, self.accountant, self.releases
+        )
+        alone = epsilon_spent(replace(quiet, noise_multiplier=LARGEST_MULTIPLIER), 0)
+        if alone >= self.epsilon:
+            raise ValueError(
+                f"privacy.moments_multiplier is {self.moments_multiplier:g}: its two releases alone spend an "
+                f"epsilon of {alone:.3g}, and privacy.epsilon is {self.epsilon:g}: raise one of them"
+            )
+        simulated = replace(quiet, noise_multiplier=self._multiplier(quiet, num_rounds))
+        less = simulated.noise_multiplier * (cohort_size / noise_cohort)
+        executed = replace(simulated, population=population, cohort_size=cohort_size, noise_multiplier=less)
+        calibration = Calibration(self, num_rounds, simulated, executed)
+        if calibration.epsilon > self.epsilon:
+            raise ValueError(
+                f"privacy.noise {self.noise} gives an epsilon of {calibration.epsilon:.3f}, above "
+                f"privacy.epsilon = {self.epsilon:g}: raise privacy.epsilon"
+            )
+        return calibration
+
+    def _check_population(
+        self, noise_population: int, noise_cohort: int, population: int, cohort_size: int
+    ) -> None:
+        """Raise ValueError where cohorts do not fit each other or the population, or users come too often."""
         if noise_cohort < cohort_size:
             raise ValueError(
                 f"privacy.noise_cohort_size is {noise_cohort}, but must be at least the cohort_size, "
@@ -182,6 +207,10 @@ class PrivacyConfig:
                 f"privacy.band is {self.band} but a user may take part again after {separation} rounds "
                 f"(population over cohort, of the data and of the noise): set it to at most {separation}"
             )
+
+    def _checked_delta(self, noise_population: int, population: int) -> float:
+        """The delta of this budget; ValueError where it is too large or too small."""
+        delta = noise_population**-1.1 if self.delta is None else self.delta
         if delta * population >= 1:
             raise ValueError(
                 f"privacy.delta is {delta:g}, not below one in {population} users, which lets a mechanism "
@@ -193,25 +222,7 @@ class PrivacyConfig:
                 "PLD accounting would add far too much noise: raise it, or set privacy.accountant to "
                 "rdp"
             )
-        quiet = System(
-            noise_population, noise_cohort, 0.0, delta, self.sampler, self.accountant, self.releases
-        )
-        alone = epsilon_spent(replace(quiet, noise_multiplier=LARGEST_MULTIPLIER), 0)
-        if alone >= self.epsilon:
-            raise ValueError(
-                f"privacy.moments_multiplier is {self.moments_multiplier:g}: its two releases alone spend an "
-                f"epsilon of {alone:.3g}, and privacy.epsilon is {self.epsilon:g}: raise one of them"
-            )
-        simulated = replace(quiet, noise_multiplier=self._multiplier(quiet, num_rounds))
-        less = simulated.noise_multiplier * (cohort_size / noise_cohort)
-        executed = replace(simulated, population=population, cohort_size=cohort_size, noise_multiplier=less)
-        calibration = Calibration(self, num_rounds, simulated, executed)
-        if calibration.epsilon > self.epsilon:
-            raise ValueError(
-                f"privacy.noise {self.noise} gives an epsilon of {calibration.epsilon:.3f}, above "
-                f"privacy.epsilon = {self.epsilon:g}: raise privacy.epsilon"
-            )
-        return calibration
+        return delta
 
     def _multiplier(self, quiet: System, num_rounds: int) -> float:
         """The noise multiplier that a system needs."""

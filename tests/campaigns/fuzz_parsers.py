@@ -31,7 +31,7 @@ with atheris.instrument_imports(
     from dataset.fetch import coco, voc
     from dataset.fetch.annotated import Reading, read_users
     from dataset.fetch.http import retry_after
-    from dataset.flair.sources import _json_list
+    from dataset.fetch.json_stream import elements
     from dataset.sbd.matlab import byte_matrix
     from dataset.store.images import jpeg_size
 
@@ -49,7 +49,7 @@ def one(data: bytes) -> None:
             jpeg_size(b"\xff\xd8" + rest + b"\xff\xd9")
         elif kind == 2:
             PATH.write_bytes(b"[" + rest)
-            list(_json_list(PATH, 1 + len(rest) // 3))
+            list(elements(PATH, "FLAIR"))
         elif kind == 3:
             retry_after(rest.decode("latin-1"), 1.0)
         elif kind == 4:

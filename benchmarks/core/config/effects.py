@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args
 
-from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.sections import LocalConfig, Runtime, TrainingConfig
 from benchmarks.core.config.trees import leaves
 from benchmarks.core.config.updates import check_updates, counts_alike
 from pfl_ext.aggregation.rule import MEAN
@@ -163,6 +163,18 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("attack.share", f"attack.kind is {HONEST}", "choose an attack")
     if federated.reweight == "none":
         yield Idle("federated.max_importance", "federated.reweight is none", "choose fedir")
+    yield from _idle_in_local(local)
+    yield from _idle_in_schedule("local", local)
+    yield from _idle_in_schedule("server", server)
+    if config.privacy is not None and config.privacy.mechanism != "adaptive":
+        keys = "privacy.quantile privacy.clip_step privacy.indicator_std_fraction"
+        yield Idle(keys, f"privacy.mechanism is {config.privacy.mechanism}", "choose adaptive")
+    if config.privacy is not None and config.model.channel_norm == "group":
+        keys = "privacy.moments_multiplier privacy.mean_bound privacy.square_bound"
+        yield Idle(keys, "model.channel_norm is group", "set model.channel_norm to data")
+
+
+def _idle_in_local(local: LocalConfig) -> Iterator[Idle]:
     if local.effective_learning_rate is not None:
         because = "local.effective_learning_rate is given"
         yield Idle("local.learning_rate", because, "set local.effective_learning_rate to none")
@@ -183,14 +195,6 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.reshuffle", "local.shuffle is false", "set local.shuffle to true")
     if local.max_grad_norm is None:
         yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
-    yield from _idle_in_schedule("local", local)
-    yield from _idle_in_schedule("server", server)
-    if config.privacy is not None and config.privacy.mechanism != "adaptive":
-        keys = "privacy.quantile privacy.clip_step privacy.indicator_std_fraction"
-        yield Idle(keys, f"privacy.mechanism is {config.privacy.mechanism}", "choose adaptive")
-    if config.privacy is not None and config.model.channel_norm == "group":
-        keys = "privacy.moments_multiplier privacy.mean_bound privacy.square_bound"
-        yield Idle(keys, "model.channel_norm is group", "set model.channel_norm to data")
 
 
 def _idle_by_algorithm(config: TrainingConfig, keys: str) -> Idle:
@@ -242,46 +246,59 @@ def check_training(config: TrainingConfig) -> None:
             f"model.input_size is {config.model.input_size}, but must be at most data.image_size = "
             f"{config.data.image_size}, because the network's input is cut from the image: lower it"
         )
-    if config.model.channel_norm == "data" and config.model.trained not in ON_FEATURES:
+    if config.model.channel_norm == "data":
+        _check_channel_norm(config)
+    config.augment.check(config.model.input_size)
+    if config.model.parties is not None:
+        _check_parties(config)
+    _check_average(config)
+    if config.mode == "centralised":
+        central = config.centralised
+        central.check_schedule(
+            "centralised", central.learning_rate, central.num_epochs, central.head_rate_factor
+        )
+        central.check_warmup()
+    else:
+        _check_federated(config)
+
+
+def _check_channel_norm(config: TrainingConfig) -> None:
+    """Refuse moments of the training images for channels where layers, noise or views rule them out."""
+    if config.model.trained not in ON_FEATURES:
         raise ValueError(
             "model.channel_norm data works only with frozen layers, but model.trained is "
             f"{config.model.trained}: set model.trained to head, or model.channel_norm to group"
         )
-    if config.model.channel_norm == "data" and config.privacy and config.privacy.moments_multiplier is None:
+    if config.privacy and config.privacy.moments_multiplier is None:
         raise ValueError(
             "model.channel_norm data reads all training images, but privacy.moments_multiplier is "
             "none: set it to the noise multiplier of their moments, or set model.channel_norm to group"
         )
-    if config.model.channel_norm == "data" and config.augment.views is not None:
+    if config.augment.views is not None:
         raise ValueError(
             f"augment.views is {config.augment.views}, but model.channel_norm data uses only one view "
             "of each image: set augment.views to none, or model.channel_norm to group"
         )
-    config.augment.check(config.model.input_size)
-    if config.model.parties is not None and outputs_of(config.model.arch) != "image":
+
+
+def _check_parties(config: TrainingConfig) -> None:
+    """Refuse networks for places of images, and rates by layer: each party has a network of its own."""
+    if outputs_of(config.model.arch) != "image":
         raise ValueError(
             f"model.parties is {config.model.parties}, but {config.model.arch} has outputs for places of the "
             "image, of which each party has others: set model.parties to none"
         )
-    central = config.centralised
-    rates = (config.local, config.server, central)
-    if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):
+    trained = config.local, config.centralised
+    if any(section.head_rate_factor != 1 for section in (*trained, config.server)):
         raise ValueError(
             f"model.parties is {config.model.parties}, so there are several last layers, but "
             "head_rate_factor applies only to one: set it to 1"
         )
-    _check_average(config)
-    if config.model.parties is not None and any(part.layer_decay != 1 for part in (config.local, central)):
+    if any(section.layer_decay != 1 for section in trained):
         raise ValueError(
             f"model.parties is {config.model.parties}, so no block is the first of all, but layer_decay "
             "counts the blocks of a single network: set it to 1"
         )
-    if config.mode == "centralised":
-        rate, head = central.learning_rate, central.head_rate_factor
-        central.check_schedule("centralised", rate, central.num_epochs, head)
-        central.check_warmup()
-    else:
-        _check_federated(config)
 
 
 def _check_federated(config: TrainingConfig) -> None:

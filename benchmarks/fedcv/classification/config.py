@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.core.config.benchmark import Benchmark
+from benchmarks.core.config.client_data import check_clients
 from benchmarks.core.config.trees import Tree
-from benchmarks.visual_classification.config import Config, check
+from benchmarks.visual_classification.config import Config
 
 PROTOCOL: Tree = {
     "model": {"arch": "efficientnet_b0", "input_size": 32, "normalisation": "half"},
@@ -88,7 +89,12 @@ RECIPES: Mapping[str, Tree] = {
 setting in which all algorithms are compared (small: CIFAR-10, 10 clients by LDA(0.5), LeNet); search: a small
 network of FedNAS' search, with the learning rates of its paper."""
 CLASSIFICATION = Benchmark(
-    Config, Path(__file__).parent / "configs", "cifar100-efficientnet-ft-a0.5", RECIPES, PROTOCOL, check
+    Config,
+    Path(__file__).parent / "configs",
+    "cifar100-efficientnet-ft-a0.5",
+    RECIPES,
+    PROTOCOL,
+    check_clients,
 )
 
 

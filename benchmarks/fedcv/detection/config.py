@@ -15,25 +15,19 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.effects import check_training
+from benchmarks.core.config.client_data import ClientDataConfig, check_clients
 from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each, only
-from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.sections import REPETITION, EvaluationConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
 from pfl_ext.configs import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataConfig(ImageConfig):
+class DataConfig(ClientDataConfig):
     """The images, and the users who own them."""
 
     dataset: str = "street"
-    """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
-    partition: str | None = None
-    """Partition of the file, or a drawn one: iid-clients-5-seed-0; none: the file's users."""
     taxonomy: str = "objects"
-    """Name of the boxes in the file."""
-    val_share: float = 0.0
-    """Share of each user's training images that becomes val, for a file without val; 0: the file's val."""
     scored: Literal["val", "test"] = "val"
     """Split that is scored over the rounds; test: no model is chosen by it, and val is not needed."""
     image_size: int = 192
@@ -127,17 +121,7 @@ def check(config: Config) -> None:
     Raises:
         ValueError: one line that names the key and what to do.
     """
-    check_training(config)
-    data = config.data
-    if not 0 <= data.val_share < 1:
-        raise ValueError(f"data.val_share is {data.val_share:g}: give a number of at least 0 and below 1")
-    if data.scored == "test" and data.val_share:
-        raise ValueError("data.val_share has no effect if data.scored is test: set data.scored to val")
-    if data.scored == "test" and config.evaluation.best_by != "last":
-        raise ValueError(
-            f"evaluation.best_by is {config.evaluation.best_by}, which would choose a model by its test "
-            "score: set data.scored to val, or evaluation.best_by to last"
-        )
+    check_clients(config)
     if config.augment.padding == "reflect":
         raise ValueError(
             "augment.padding is reflect, but boxes cannot be mirrored at the border of an image: set "

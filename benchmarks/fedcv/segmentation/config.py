@@ -15,25 +15,19 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.effects import check_training
+from benchmarks.core.config.client_data import ClientDataConfig, check_clients
 from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each, only
-from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.sections import REPETITION, EvaluationConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
 from pfl_ext.configs import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataConfig(ImageConfig):
+class DataConfig(ClientDataConfig):
     """The images, and the users who own them."""
 
     dataset: str = "camvid"
-    """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
-    partition: str | None = None
-    """Partition of the file, or a drawn one: windows-clients-12-seed-0; none: the file's users."""
     taxonomy: str = "mask"
-    """Name of the masks in the file."""
-    val_share: float = 0.0
-    """Share of each user's training images that becomes val, for a file without val; 0: the file's val."""
     image_size: int = 128
     """Side to which images and masks are resized when read, in pixels."""
 
@@ -119,20 +113,9 @@ RECIPES: Mapping[str, Tree] = {
 }
 
 
-def check(config: Config) -> None:
-    """Refuse combinations that no run could mean.
-
-    Raises:
-        ValueError: one line that names the key and what to do.
-    """
-    check_training(config)
-    if not 0 <= config.data.val_share < 1:
-        raise ValueError(
-            f"data.val_share is {config.data.val_share:g}: give a number of at least 0 and below 1"
-        )
-
-
-SEGMENTATION = Benchmark(Config, Path(__file__).parent / "configs", "camvid-fl", RECIPES, PROTOCOL, check)
+SEGMENTATION = Benchmark(
+    Config, Path(__file__).parent / "configs", "camvid-fl", RECIPES, PROTOCOL, check_clients
+)
 
 parse = SEGMENTATION.parse
 """The run that a command line asks for."""

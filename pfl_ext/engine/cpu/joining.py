@@ -68,46 +68,58 @@ def joined(
         graph = _Tracer().trace(network)
     except Exception:  # fx and the network's forward may raise anything for inputs without values
         return network
-    layers = dict(network.named_modules())
-
-    def kind(node: fx.Node) -> Any:
-        return type(layers[str(node.target)]) if node.op == "call_module" else node.target
-
-    found = False
-    for norm in [node for node in graph.nodes if kind(node) is norms]:
-        after, added = [*norm.users], None
-        if len(after) == 1 and kind(after[0]) in SUMS and _plain_sum(after[0]):
-            added = next(node for node in after[0].all_input_nodes if node is not norm)
-            after = [after[0], *after[0].users]
-        if len(after) == 1 + (added is not None) and kind(after[-1]) in RELUS:
-            _join(graph, [norm, *after], {"relu": True, "added": added})
-            found = True
-    for convolution in [node for node in graph.nodes if node.op == "call_module"]:
-        other = None if kind(convolution) is convolutions else pooled(layers[str(convolution.target)])
-        if other is None and kind(convolution) is not convolutions:
+    layers, found = dict(network.named_modules()), False
+    for node in [node for node in graph.nodes if node.op == "call_module"]:
+        layer, other = layers[str(node.target)], None
+        if type(layer) is norms:
+            found |= _join_norm(graph, node, layers)
             continue
-        nodes = [convolution]
-        does: dict[str, Any] = {"relu": False, "pool": False}
-        while len(nodes[-1].users) == 1:
-            (following,) = nodes[-1].users
-            name = "relu" if kind(following) in RELUS else "pool" if _pools(following, layers) else None
-            if name is None or does[name]:
-                break
-            does[name] = True
-            nodes.append(following)
-        if len(nodes) > 1 and (other is None or does["pool"]):
+        if type(layer) not in (convolutions, linear) and (other := pooled(layer)) is None:
+            continue
+        after, does = _followers(node, layers, ["relu"] if type(layer) is linear else ["relu", "pool"])
+        if after and (other is None or does["pool"]):
             if other is not None:
-                network.set_submodule(str(convolution.target), other)
-            for node in nodes:
-                if kind(node) is nn.MaxPool2d:
-                    network.set_submodule(str(node.target), Pooled())
-            _join(graph, nodes, does)
-            found = True
-    for layer in [node for node in graph.nodes if kind(node) is linear]:
-        if len(layer.users) == 1 and kind(following := next(iter(layer.users))) in RELUS:
-            _join(graph, [layer, following], {"relu": True})
+                network.set_submodule(str(node.target), other)
+            for following in after:
+                if _kind(following, layers) is nn.MaxPool2d:
+                    network.set_submodule(str(following.target), Pooled())
+            _join(graph, [node, *after], does)
             found = True
     return Joined(network, graph) if found else network
+
+
+def _kind(node: fx.Node, layers: dict[str, nn.Module]) -> Any:
+    """The type of the layer that is called, or what else is done."""
+    return type(layers[str(node.target)]) if node.op == "call_module" else node.target
+
+
+def _join_norm(graph: fx.Graph, norm: fx.Node, layers: dict[str, nn.Module]) -> bool:
+    """Let a norm compute a sum and the ReLU after it, or the ReLU alone; False where no ReLU follows."""
+    after, added = [*norm.users], None
+    if len(after) == 1 and _kind(after[0], layers) in SUMS and _plain_sum(after[0]):
+        added = next(node for node in after[0].all_input_nodes if node is not norm)
+        after = [after[0], *after[0].users]
+    joins = len(after) == 1 + (added is not None) and _kind(after[-1], layers) in RELUS
+    if joins:
+        _join(graph, [norm, *after], {"relu": True, "added": added})
+    return joins
+
+
+def _followers(
+    node: fx.Node, layers: dict[str, nn.Module], possible: list[str]
+) -> tuple[list[fx.Node], dict[str, Any]]:
+    """The nodes after this one that its layer could compute, each alone in using what is before it, and what
+    of the ``possible`` they do, each once."""
+    after: list[fx.Node] = []
+    does: dict[str, Any] = dict.fromkeys(possible, False)
+    while len(node.users) == 1:
+        (node,) = node.users
+        name = "relu" if _kind(node, layers) in RELUS else "pool" if _pools(node, layers) else None
+        if name is None or does.get(name, True):
+            break
+        does[name] = True
+        after.append(node)
+    return after, does
 
 
 def _join(graph: fx.Graph, nodes: list[fx.Node], does: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ def test_a_val_carved_from_train_chooses_the_model(
         (["--data.val_share=0.2"], "data.val_share has no effect if data.scored is test: set data.scored to"),
         (
             ["--data.scored=val", "--data.val_share=1"],
-            "data.val_share is 1: give a share above 0 and below 1",
+            "data.val_share is 1: give a number of at least 0 and below 1",
         ),
         (["--data.scored=train"], "data.scored"),
     ],

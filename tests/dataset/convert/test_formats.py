@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset.cli import run
-from dataset.convert import hf, json_stream, leaf, tff
-from dataset.fetch import source
+from dataset.convert import hf, leaf, tff
+from dataset.fetch import json_stream, source
 from dataset.flair import download_preprocess as flair
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate

@@ -122,7 +122,7 @@ ROWS: list[tuple[Callable[[], None], str]] = [
     ),
     (replaced("path,client", "path;client"), "own/labels.csv has no column 'path'"),
     (replaced("label\n", "client\n"), "own/labels.csv has two columns named 'client': remove or rename one"),
-    (rewritten(b""), "own/labels.csv is empty; it needs the columns path, client, label"),
+    (rewritten(b""), "own/labels.csv has no column 'path'; it needs path, client, label, but it is empty"),
     (rewritten(b"path,client,label\n"), "own/labels.csv has no image"),
     (
         rewritten(b"path,client,label\n4.png,b\xff,x\n"),
@@ -265,6 +265,12 @@ FOLDERS: list[tuple[Callable[[], object], str]] = [
         "has characters that cannot be printed",
     ),
 ]
+
+
+def test_an_image_beside_the_folders_of_classes_of_a_split(capsys: pytest.CaptureFixture[str]) -> None:
+    write_image(Path("own/train/cat/x.jpg"), 1)
+    write_image(Path("own/train/y.jpg"), 2)
+    refused(FOLDER, "own/train/y.jpg is not in the folder of a class: images must be in", capsys)
 
 
 @pytest.mark.parametrize(("change", "said"), FOLDERS)

@@ -279,7 +279,7 @@ def test_users_come_from_a_csv_and_its_other_columns_become_partitions(
         ("image_id,partition,user_id\n1,dev,a\n", "", "line 2 has the partition 'dev'; it must be one of"),
         ("image_id,user_id\n,a\n", "", "line 2 has an empty image_id"),
         ("image_id,user_id\n1,a\n1,b\n", "", "line 3 has image 1 a second time"),
-        ("image_id,user_id\n", "", "users.csv lists no image"),
+        ("image_id,user_id\n", "", "users.csv has no image"),
         ("image_id,owner\n1,a\n", "", "needs columns of users: their names must begin with user, differ"),
         ("image_id,user id\n1,a\n", "", "it has image_id, user id"),
         (
@@ -290,10 +290,10 @@ def test_users_come_from_a_csv_and_its_other_columns_become_partitions(
         (
             "image_id,partition,user,partition\n1,val,a,val\n",
             "",
-            "has two columns named 'partition'; remove one",
+            "has two columns named 'partition': remove or rename one",
         ),
         ("user_id\na\n", "", "has no column 'image_id'"),
-        ("image_id,user_id\n1\n", "", "line 2 has 1 fields, not 2"),
+        ("image_id,user_id\n1\n", "", "line 2 has 1 cells, not 2"),
         (USERS, "--users=frame", "--users is 'frame'; the columns of users are user_20, user_5"),
         (USERS, "--users_csv={none}", "--users_csv {none} cannot be read"),
         ("\xff", "", "users.csv is not UTF-8 text"),

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataset.fetch import http
+from dataset.fetch import http, json_stream
 from dataset.fetch.http import Patience, Remote, fetch
 from dataset.fetch.http import remote as remote_file
 from dataset.fetch.parquet import ParquetSource
 from dataset.fetch.source import Shard, Source
 from dataset.flair import sources
-from dataset.flair.sources import _json_list, local
+from dataset.flair.sources import local
 from dataset.store.columns import schema
 from tests.dataset.drawn import (
     Record,
@@ -134,7 +134,9 @@ def test_a_json_list_is_read_alike_in_blocks_of_any_size(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "list.json"
     path.write_text(json.dumps(values, indent=indent, ensure_ascii=False), encoding="utf-8")
-    assert list(_json_list(path, block)) == values
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_stream, "_BLOCK", block)
+        assert list(json_stream.elements(path, "FLAIR")) == values
 
 
 RECORD = '[{"user_id": %s, "image_id": 1, "partition": "x", "labels": %s, "fine_grained_labels": []}]'
@@ -143,8 +145,8 @@ RECORD = '[{"user_id": %s, "image_id": 1, "partition": "x", "labels": %s, "fine_
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{}", "is not a JSON list"),
-        ('[{"user_id": "a"', "is not valid JSON \\("),
+        ("{}", "it has '{' where \\[ is expected"),
+        ('[{"user_id": "a"', "is damaged or cut off \\("),
         ('[{"user_id": "a"}]', "record 0 has no 'image_id'"),
         (
             RECORD % ("null", '["plant"]'),
@@ -153,7 +155,7 @@ RECORD = '[{"user_id": %s, "image_id": 1, "partition": "x", "labels": %s, "fine_
         (RECORD % ("true", '["plant"]'), "record 0 has the user_id 'True', which is neither"),
         (RECORD % ("7", '"plant"'), "record 0 has the labels 'plant', which is not a list"),
         (RECORD % ("7", "[null]"), "record 0 has the labels 'None', which is neither text"),
-        ("", "is not a JSON list"),
+        ("", "it has 'its end' where \\[ is expected"),
         ("[]", "no usable|0"),
     ],
 )

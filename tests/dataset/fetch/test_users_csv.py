@@ -115,5 +115,5 @@ def test_a_quoted_header_is_a_header(tmp_path: Path) -> None:
     write_files(tmp_path, {"federated_train.csv": quoted.encode(), "test.csv": b"image_id,class\nq,1\n"})
     assert read_lists(tmp_path).partition_names == ["users"]
     write_files(tmp_path, {"federated_train.csv": b'"user_id,' + b"image_id,class\n" * 10_000})
-    with pytest.raises(ValueError, match=r"federated_train.csv is not valid CSV \(field larger than"):
+    with pytest.raises(ValueError, match=r"federated_train.csv, line 1 is not valid CSV \(field larger than"):
         read_lists(tmp_path)

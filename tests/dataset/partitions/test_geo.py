@@ -107,7 +107,7 @@ def test_what_is_no_place_is_said(tmp_path: Path) -> None:
     for text, said in [
         ("image_id,lat\n", "has no column 'latitude'"),
         ("image_id,latitude,longitude\na,1,2\nb,north,2\n", "line 3 has no latitude and longitude"),
-        ("image_id,latitude,longitude\na,1\n", "line 2 has 2 fields, not 3"),
+        ("image_id,latitude,longitude\na,1\n", "line 2 has 2 cells, not 3"),
         ("image_id,latitude,longitude\na,1,\n", "line 2 has no latitude and longitude"),
         (
             "image_id,latitude,longitude\na,1,nan\n",

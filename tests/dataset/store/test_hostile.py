@@ -277,10 +277,7 @@ def test_names_that_climb_out_of_a_folder_are_not_followed(tmp_path: Path) -> No
     assert [image for batch in batches for image in batch.images] == [None] * 7
 
 
-def test_metadata_without_end_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sources, "MAX_RECORD_CHARACTERS", 1 << 20)
+def test_metadata_without_end_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "flair"
     (folder / "small_images").mkdir(parents=True)
     for text in ("[" * 100_000, '[{"a": ' * 50_000, '["' + "x" * (3 << 20)):

@@ -1,4 +1,4 @@
-"""LEAF's JSON is read as the standard library reads it, wherever the blocks of the file begin."""
+"""JSON is read part by part as the standard library reads it, wherever the blocks of the file begin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset.convert import json_stream
+from dataset.fetch import json_stream
 
 CONTENT = {"count": -12.5e-3, "all": 1e22, "user_data": {"a": 70, "b": 0.25, "c": "1e5"}, "last": -7}
 
@@ -21,4 +21,4 @@ def test_a_number_may_lie_across_blocks(space: str, tmp_path: Path, monkeypatch:
     expected = [(None, "count", -0.0125), (None, "all", 1e22), *within, (None, "last", -7)]
     for block in range(1, path.stat().st_size + 1):
         monkeypatch.setattr(json_stream, "_BLOCK", block)
-        assert list(json_stream.members(path, "user_data")) == expected
+        assert list(json_stream.members(path, "user_data", "LEAF")) == expected
