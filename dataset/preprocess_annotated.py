@@ -27,6 +27,7 @@ from dataset.fetch.annotated import (
 from dataset.fetch.archives import IMAGE_SUFFIXES, JPEG_SUFFIXES, ArchiveSource
 from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
+from dataset.fetch.mask_values import values_of
 from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
 from dataset.journal import only_downloader, only_writer
@@ -109,6 +110,12 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
             "number of the first pixel in boxes: 1 as VOC counts, whose boxes include their last pixel, or 0"
         )
         add("--first_pixel", type=int, choices=(0, 1), default=1, help=pixel)
+    if spec.layout.open_values:
+        values = (
+            "pixel values of the classes in masks, in the classes' order, as in 0,255 (the classes' numbers; "
+            "255: no class)"
+        )
+        add("--mask_values", metavar="V,V,...", default="", help=values)
     add("--users_csv", type=Path, help=f"image_id, user_...: whose each image is (--source's {USERS_CSV})")
     add(
         "--users",
@@ -130,6 +137,8 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
         for name in ("bad_boxes", "first_pixel"):
             if getattr(arguments, name, None) != parser.get_default(name):
                 raise ValueError(f"--{name} can be used only with --annotation boxes: leave it out")
+    elif getattr(arguments, "mask_values", ""):
+        raise ValueError("--mask_values can be used only with --annotation mask: leave it out")
     if arguments.download_folder is not None and not is_address(arguments.source):
         raise ValueError("--download_folder can be used only if --source is an address: leave it out")
     return arguments
@@ -158,6 +167,7 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
         users.partitions if users else {},
         arguments.upright,
         arguments.on_bad_image == "skip",
+        values_of(arguments.mask_values) if getattr(arguments, "mask_values", "") else (),
     )
     annotated = spec.layout.read(files, arguments.source, reading)
     owners, others, said = _owners(annotated, users, arguments.users)
@@ -166,6 +176,8 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
     table = annotated.table(owners)
     said = _counted(table, owners, said)
     print(f"{len(table):,} images; {said}", file=sys.stderr)
+    if annotated.warning:
+        print(annotated.warning, file=sys.stderr)
     for key, count in annotated.repaired.items():
         print(f"{count:,} {key.replace('_', ' ')}", file=sys.stderr)
     licence = arguments.licence or spec.licence_of(annotated.classes)

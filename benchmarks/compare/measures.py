@@ -30,6 +30,9 @@ SPLITS = {"test": "test, best model", "val": "val, best model", "last": "test, l
 BY_CLASS = {
     "per_class_accuracy": "accuracy of each class on test, best model",
     "per_class_iou": "IoU of each class on test, best model",
+    "per_class_dice": "Dice score of each class on test, best model",
+    "per_class_sensitivity": "sensitivity of each class on test, best model",
+    "per_class_specificity": "specificity of each class on test, best model",
     "per_class_ap": "AP of each class on test, best model",
     "per_class_ap50": "AP50 of each class on test, best model",
 }

@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 from dataset.convert.files import FileRows, Folder
 from dataset.convert.source import NO_CLIENT, Found, Part
 from dataset.convert.text import Names, header_of, shown, split_named, table_rows
+from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES, TAXONOMIES
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
 
 

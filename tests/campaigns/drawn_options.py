@@ -105,8 +105,8 @@ SET_PRIVATELY = (
 )
 """Keys that a campaign of private runs sets itself."""
 NOT_OF = {
-    "flair": ("augment.label_smoothing",),
-    **dict.fromkeys(("classes", "vision"), ("loss.absent_gamma",)),
+    "flair": ("augment.label_smoothing", "loss.dice"),
+    **dict.fromkeys(("classes", "vision"), ("loss.absent_gamma", "loss.dice")),
     **dict.fromkeys(
         ("segmentation", "detection"),
         ("augment.mixup", "augment.cutmix", "model.bottleneck", *(f"augment.{key}" for key in UNFIT)),

@@ -118,8 +118,12 @@ def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
     known = [value for value in found["per_class_iou"].values() if value is not None]
     assert list(found["per_class_iou"]) == list(CLASSES)
     assert found["test"]["mIoU"] == pytest.approx(np.mean(known))
+    dice = {name: value for name, value in found["per_class_dice"].items() if value is not None}
+    assert next(iter(CLASSES)) == "background"
+    assert found["test"]["Dice"] == pytest.approx(np.mean([dice[name] for name in [*dice][1:]]))
+    assert found["per_class_sensitivity"].keys() == found["per_class_specificity"].keys() == {*CLASSES}
     assert found["partition"]["users"] == 8
-    for picture in ("masks", "per_class_iou", "per_user", "training_curve"):
+    for picture in ("masks", "per_class_iou", "per_class_dice", "per_user", "training_curve"):
         assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -198,7 +202,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
-        (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU' or 'last'"),
+        (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU', 'Dice' or 'last'"),
         ([*LITE, "--model.normalisation=imagenet"], "set it to efficientnet_lite"),
         *(
             ([f"--federated.algorithm={name}"], "ends in a convolution")
