@@ -206,13 +206,23 @@ def _of_scores(comparison: Comparison) -> list[Column]:
 
 def _of_users(comparison: Comparison) -> list[Column]:
     """The mean over users of their own models' score, and the worst tenth of each kind of users, by the score
-    by which users are compared with each other."""
+    that chose the models, or else by which users are compared with each other.
+
+    A run that has only quantiles of users has no mean of the worst tenth; then it is where that tenth ends.
+    """
     names = dict[tuple[str, str], tuple[str, str]]()
     for group in comparison.groups:
-        score = group.trained.task_of(group.runs[0].config, 2).user_headline
-        for one in (one for run in group.runs for one in comparison.measures[run.directory]):
-            wanted = one.name in WORST or (one.name == "mean" and one.section.endswith(OWN_MODELS))
-            if wanted and one.section.partition(",")[0] == f"users' {shown(score)}":
+        chosen = group.judged_by[len(group.headline) :]
+        score = chosen[0] if chosen else group.trained.task_of(group.runs[0].config, 2).user_headline
+        of_score = [
+            one
+            for run in group.runs
+            for one in comparison.measures[run.directory]
+            if one.section.partition(",")[0] == f"users' {shown(score)}"
+        ]
+        worst = WORST[:1] if any(one.name in WORST[:1] for one in of_score) else WORST
+        for one in of_score:
+            if one.name in worst or (one.name == "mean" and one.section.endswith(OWN_MODELS)):
                 names.setdefault((one.section, one.name), (score, group.kinds.unit(score)))
     return [
         Column(

@@ -32,6 +32,7 @@ from dataset.flair.mini_outlines import write_masked
 from dataset.store.annotations import is_background
 from dataset.store.mask_view import MaskView
 from pfl_ext.tasks.segmentation import Segmentation
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import is_main
 
 SMALLER = replace(MINI, image_size=48)
@@ -50,10 +51,12 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
         """A class for each pixel."""
         return Segmentation(num_classes)
 
-    def learnt(self) -> Segmentation:
-        """With the data's background."""
-        names = self.class_names
-        return Segmentation(len(names), background=is_background(names[0]))
+    def learnt(self) -> Task:
+        """The task, which knows whether the data have a background."""
+        task = super().learnt()
+        if isinstance(task, Segmentation):
+            task.background = is_background(self.class_names[0])
+        return task
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """Scores of each class and of each test user, the partition; and a picture of some masks."""

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.compare.latex import latex
+from benchmarks.compare.reading import compare
 from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, parse
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
@@ -30,6 +32,7 @@ from pfl_ext.models.decoders import Decoder, EncoderDecoder
 from pfl_ext.models.encoders import Encoder
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
+from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import results, weights
 from tests.benchmarks.sparing import run_into
@@ -125,6 +128,21 @@ def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
     assert found["partition"]["users"] == 8
     for picture in ("masks", "per_class_iou", "per_class_dice", "per_user", "training_curve"):
         assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_score_that_chose_the_model_is_shown_and_tabulated(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train("--evaluation.best_by=Dice", "--runtime.progress=true")
+    dice = results(directory)["test"]["Dice"]
+    assert "val Dice " in capsys.readouterr().err
+    comparison = compare([directory])
+    assert comparison.headline == ("mIoU", "Dice")
+    heads, row = rows_of(latex(comparison, "x"))
+    cells = dict(zip(heads, row, strict=True))
+    assert cells[r"Dice on test (\%)"] == f"{dice:.2f}"
+    assert [head for head in heads if "users'" in head] == [r"worst decile, users' Dice, new (\%)"]
+    assert compare([train(name="other")]).headline == ("mIoU",)
 
 
 def test_test_users_are_scored_one_by_one_if_asked_for(
