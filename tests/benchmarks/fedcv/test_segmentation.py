@@ -109,10 +109,19 @@ class Tiny:
         return EncoderDecoder(TinyEncoder(), TinyDecoder(num_labels))
 
 
+def plain(num_labels: int, input_size: int) -> nn.Module:
+    """A network of one's own, without an encoder that is known."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, num_labels, 1))
+
+
+plain.outputs = "pixels"  # type: ignore[attr-defined]
+
+
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     NETWORKS.names()
     monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
+    monkeypatch.setitem(NETWORKS._things, "plain", plain)
 
 
 def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
@@ -158,6 +167,9 @@ def test_test_users_are_scored_one_by_one_if_asked_for(
     (group,) = found["clients"].values()
     assert group["images"] == sum(whole["images"])
     assert group["server"]["users"]["mIoU"]["std"] == pytest.approx(np.std(whole["mIoU"]), abs=1e-3)
+    kept = train("--federated.algorithm=ditto", "--federated.options.held_out=0", name="kept")
+    (group,) = results(kept)["clients"].values()
+    assert {*group} >= {"server"}, "its server's model is that of all users"
     without = train("--evaluation.per_user=false", name="without")
     assert not {"per_user", "clients"} & {*results(without)}
     assert not (without / "per_user.json").exists()
@@ -227,6 +239,11 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
             for name in ("fedncm", "fed3r", "fedcof")
         ),
         (["--federated.algorithm=moon"], "moon needs one feature vector for each image, which networks for"),
+        (["--federated.algorithm=moon", "--model.arch=plain"], "moon needs one feature vector for each image"),
+        *(
+            ([f"--federated.algorithm={name}", "--model.arch=plain"], "ends in a convolution")
+            for name in ("fedncm", "fed3r")
+        ),
         ([*LITE, "--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
         (
             ["--model.channel_norm=data", "--model.trained=head"],
