@@ -239,7 +239,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
             for name in ("fedncm", "fed3r", "fedcof")
         ),
         (["--federated.algorithm=moon"], "moon needs one feature vector for each image, which networks for"),
-        (["--federated.algorithm=moon", "--model.arch=plain"], "moon needs one feature vector for each image"),
+        (["--federated.algorithm=moon", "--model.arch=plain"], "moon needs one feature vector"),
         *(
             ([f"--federated.algorithm={name}", "--model.arch=plain"], "ends in a convolution")
             for name in ("fedncm", "fed3r")
