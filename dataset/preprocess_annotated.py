@@ -36,8 +36,14 @@ from dataset.store.annotations import BACKGROUND
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import Transcoding
 
-TRAINED_BY: Mapping[str, tuple[str, int]] = {"mask": ("segmentation", 3), "boxes": ("detection", 20)}
-"""FedCV's task for each form of annotations, and the users in a round of its usual setting."""
+TRAINED_BY: Mapping[str, tuple[str, int, bool]] = {
+    "mask": ("segmentation", 3, True),
+    "boxes": ("detection", 20, False),
+}
+"""FedCV's task for each form of annotations; of its usual setting the users in a round, and whether it needs
+a file with val."""
+FEW_USERS = 20
+"""Users who all take part in each round, as FedCV's do."""
 NOBODY_KNOWN = (
     "nobody is named who took these images, so one user owns all images of a split: give --users_csv, "
     "or divide them among clients in training, for example with --data.partition iid-clients-10-seed-0"
@@ -196,16 +202,18 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _say_training(output: Path, form: str) -> None:
-    """The command that trains on a file, with a cohort that its users fill."""
+    """The command that trains on a file. Few users are all in each round; val is the file's, or of train."""
     with DataFile(output) as file:
         if not {"train", "test"} <= set(file.splits):
             return
-        users = file.split("train").num_users
-    task, cohort = TRAINED_BY[form]
-    options = f"--federated.cohort_size {users}" if users < cohort else ""
+        users, has_val = file.split("train").num_users, "val" in file.splits
+    task, cohort, needs_val = TRAINED_BY[form]
+    options = [f"--federated.cohort_size {users}"] if users != cohort and users <= FEW_USERS else []
     if users == 1:
-        options = "--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"
-    command = training_command(f"make fedcv-fl TASK={task}", f"fedcv-{task}", output, options)
+        options = ["--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"]
+    if has_val != needs_val:
+        options.append(f"--data.val_share {0 if has_val else 0.1:g}")
+    command = training_command(f"make fedcv-fl TASK={task}", f"fedcv-{task}", output, " ".join(options))
     print(f"train on it: {command}", file=sys.stderr)
 
 
