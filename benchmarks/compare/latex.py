@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
+from benchmarks.compare import each_user
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -20,7 +21,7 @@ from benchmarks.reporting.plots import MOST_CLASSES
 from benchmarks.reporting.tables import plain_names
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
-from pfl_ext.tasks.score_kinds import decimals, labelled
+from pfl_ext.tasks.score_kinds import PERCENT, decimals, labelled
 
 BOLD = (
     "Bold: the best mean of those with the same data, classes, partition, image sizes, images held out from "
@@ -101,8 +102,42 @@ def latex_classes(comparison: Comparison, command: str) -> str:
     return _head(comparison, command) + text if text else ""
 
 
-def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, label: str) -> str:
-    """A table with a row for each class, and a column for each of these groups; empty without any score."""
+def latex_users(comparison: Comparison, command: str) -> str:
+    """A ``table`` for each score by which runs are judged, with a row for each user; empty where no run
+    scored few users one by one.
+
+    Args:
+        comparison: what is compared.
+        command: that made it, for a comment.
+    """
+    text = ""
+    for score in comparison.headline:
+        for is_own in (False, True):
+            section = each_user.section_of(score, is_own)
+            groups = [
+                group
+                for group in comparison.groups
+                if any(
+                    one.section == section
+                    for run in group.finished
+                    for one in comparison.measures[run.directory]
+                )
+            ]
+            label = f"clients-{plain_names([shown(score)])[0]}{'-own' if is_own else ''}"
+            text += _of_classes(comparison, groups, section, label, score, is_own)
+    return _head(comparison, command) + text if text else ""
+
+
+def _of_classes(
+    comparison: Comparison,
+    groups: Sequence[Group],
+    section: str,
+    label: str,
+    score: str = OF_A_CLASS,
+    is_own: bool = False,
+) -> str:
+    """A table with a row for each class, or for each user with a score, and a column for each of these
+    groups; empty without any score. ``is_own``: whether the scores are of users' own models."""
     names = {
         one.name: None
         for group in groups
@@ -113,14 +148,18 @@ def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, l
     if not names:
         return ""
     rows = [
-        _on_test(groups, [comparison.values(group, section, name) for group in groups], OF_A_CLASS)
+        (_best if is_own else _on_test)(
+            groups, [comparison.values(group, section, name) for group in groups], score
+        )
         for name in names
     ]
-    columns = [Column("class", ["$n$", *map(escaped, names)])]
+    columns = [Column("class" if score == OF_A_CLASS else "client", ["$n$", *map(escaped, names)])]
     for group, cells in zip(groups, zip(*rows)):
         columns.append(Column(_written(comparison, group.label), [str(len(group.finished)), *cells]))
     title = section[0].upper() + section[1:]
-    said = [escaped(f"{title} (%)."), "Mean $\\pm$ standard deviation over $n$ seeds."]
+    unit = PERCENT if score == OF_A_CLASS else comparison.unit(score)
+    said = [escaped(f"{labelled(title, unit)}."), "Mean $\\pm$ standard deviation over $n$ seeds."]
+    said += ["Each model is scored on images of its user that it was not trained on."] if is_own else []
     return booktabs(columns, [*said, *_marks_in_words(groups, columns)], label)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.compare.latex import latex
+from benchmarks.compare.latex import latex, latex_users
 from benchmarks.compare.reading import compare
 from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, parse
@@ -152,6 +154,23 @@ def test_the_score_that_chose_the_model_is_shown_and_tabulated(
     assert cells[r"Dice on test (\%)"] == f"{dice:.2f}"
     assert [head for head in heads if "users'" in head] == [r"worst decile, users' Dice, new (\%)"]
     assert compare([train(name="other")]).headline == ("mIoU",)
+
+
+def test_each_user_has_a_row_in_a_table_for_a_paper(train: Train) -> None:
+    """By the server's model on test, and by their own models, which the run scored on other images."""
+    plain, personal = train(name="plain"), train("--federated.algorithm=ditto", name="personal")
+    text = latex_users(compare([plain, personal]), "x")
+    (first, *of_test), (second, *of_own) = map(rows_of, re.split(r"(?<=end.table.)\n", text.strip()))
+    assert (len(first), len(second)) == (3, 2)
+    whole = json.loads((plain / "per_user.json").read_text())
+    values = dict(zip(whole["user_ids"], whole["mIoU"], strict=True))
+    assert {row[0]: float(re.sub(r"[^\d.]", "", row[1])) for row in of_test[1:]} == pytest.approx(
+        {user: round(value, 2) for user, value in values.items()}
+    )
+    with (personal / "clients.csv").open(newline="") as file:
+        own = {row["user"]: row["mIoU"] for row in csv.DictReader(file) if row["model"] == "personal"}
+    assert {row[0]: row[1] for row in of_own[1:]} == {u: f"{float(v):.2f}" for u, v in own.items()}
+    assert "not trained on" in text
 
 
 def test_test_users_are_scored_one_by_one_if_asked_for(
