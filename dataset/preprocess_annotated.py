@@ -28,6 +28,7 @@ from dataset.fetch.annotated import (
 from dataset.fetch.archives import IMAGE_SUFFIXES, JPEG_SUFFIXES, ArchiveSource
 from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
+from dataset.fetch.mask_values import values_of
 from dataset.fetch.members import collected
 from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
 from dataset.journal import only_downloader, only_writer
@@ -36,8 +37,14 @@ from dataset.store.annotations import BACKGROUND
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import Transcoding
 
-TRAINED_BY: Mapping[str, tuple[str, int]] = {"mask": ("segmentation", 3), "boxes": ("detection", 20)}
-"""FedCV's task for each form of annotations, and the users in a round of its usual setting."""
+TRAINED_BY: Mapping[str, tuple[str, int, bool]] = {
+    "mask": ("segmentation", 3, True),
+    "boxes": ("detection", 20, False),
+}
+"""FedCV's task for each form of annotations; of its usual setting the users in a round, and whether it needs
+a file with val."""
+FEW_USERS = 20
+"""Users who all take part in each round, as FedCV's do."""
 NOBODY_KNOWN = (
     "nobody is named who took these images, so one user owns all images of a split: give --users_csv, "
     "or divide them among clients in training, for example with --data.partition iid-clients-10-seed-0"
@@ -110,6 +117,12 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
             "number of the first pixel in boxes: 1 as VOC counts, whose boxes include their last pixel, or 0"
         )
         add("--first_pixel", type=int, choices=(0, 1), default=1, help=pixel)
+    if spec.layout.open_values:
+        values = (
+            "pixel values of the classes in masks, in the classes' order, as in 0,255 (the classes' numbers; "
+            "255: no class)"
+        )
+        add("--mask_values", metavar="V,V,...", default="", help=values)
     add("--users_csv", type=Path, help=f"image_id, user_...: whose each image is (--source's {USERS_CSV})")
     add(
         "--users",
@@ -131,6 +144,8 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
         for name in ("bad_boxes", "first_pixel"):
             if getattr(arguments, name, None) != parser.get_default(name):
                 raise ValueError(f"--{name} can be used only with --annotation boxes: leave it out")
+    elif getattr(arguments, "mask_values", ""):
+        raise ValueError("--mask_values can be used only with --annotation mask: leave it out")
     if arguments.download_folder is not None and not is_address(arguments.source):
         raise ValueError("--download_folder can be used only if --source is an address: leave it out")
     return arguments
@@ -163,6 +178,7 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
         users.partitions if users else {},
         arguments.upright,
         arguments.on_bad_image == "skip",
+        values_of(arguments.mask_values) if getattr(arguments, "mask_values", "") else (),
     )
     annotated = spec.layout.read(files, arguments.source, reading)
     owners, others, said = _owners(annotated, users, arguments.users)
@@ -171,6 +187,8 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
     table = annotated.table(owners)
     said = _counted(table, owners, said)
     print(f"{len(table):,} images; {said}", file=sys.stderr)
+    if annotated.warning:
+        print(annotated.warning, file=sys.stderr)
     for key, count in annotated.repaired.items():
         print(f"{count:,} {key.replace('_', ' ')}", file=sys.stderr)
     licence = arguments.licence or spec.licence_of(annotated.classes)
@@ -189,16 +207,18 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _say_training(output: Path, form: str) -> None:
-    """The command that trains on a file, with a cohort that its users fill."""
+    """The command that trains on a file. Few users are all in each round; val is the file's, or of train."""
     with DataFile(output) as file:
         if not {"train", "test"} <= set(file.splits):
             return
-        users = file.split("train").num_users
-    task, cohort = TRAINED_BY[form]
-    options = f"--federated.cohort_size {users}" if users < cohort else ""
+        users, has_val = file.split("train").num_users, "val" in file.splits
+    task, cohort, needs_val = TRAINED_BY[form]
+    options = [f"--federated.cohort_size {users}"] if users != cohort and users <= FEW_USERS else []
     if users == 1:
-        options = "--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"
-    command = training_command(f"make fedcv-fl TASK={task}", f"fedcv-{task}", output, options)
+        options = ["--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"]
+    if has_val != needs_val:
+        options.append(f"--data.val_share {0 if has_val else 0.1:g}")
+    command = training_command(f"make fedcv-fl TASK={task}", f"fedcv-{task}", output, " ".join(options))
     print(f"train on it: {command}", file=sys.stderr)
 
 

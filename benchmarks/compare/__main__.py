@@ -11,6 +11,7 @@ shown up to their last round, and the page says so. These files are written into
     compare.csv     each number of each run
     table.tex       a table for a paper
     classes.tex     scores of each class, if there are at most 40 classes
+    clients.tex     scores of each user, such as a hospital, of runs that scored at most 20
     crossed.tex     with --columns KEY: a column for each value, a row for each method (on the page, too)
 
 Runs are of one method if all their other keys are equal; with --rows, only the keys given there. N.yaml holds
@@ -31,7 +32,7 @@ from benchmarks.compare import charts, groups, reaching, tables
 from benchmarks.compare.crossed import Crossed, crossed
 from benchmarks.compare.crossed import named as crossed_named
 from benchmarks.compare.groups import Comparison
-from benchmarks.compare.latex import latex, latex_classes, latex_crossed
+from benchmarks.compare.latex import latex, latex_classes, latex_crossed, latex_users
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
@@ -226,6 +227,7 @@ def _write(comparison: Comparison, crossing: Crossed | None, options: Namespace,
         "compare.csv": tables.csv(comparison),
         "table.tex": latex(comparison, command),
         "classes.tex": latex_classes(comparison, command),
+        "clients.tex": latex_users(comparison, command),
         "crossed.tex": "" if crossing is None else latex_crossed(comparison, crossing, command),
     }
     written = [page, *write_texts(folder, texts)]

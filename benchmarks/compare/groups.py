@@ -17,7 +17,7 @@ from benchmarks.core.config.trees import Tree, as_word
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord
 from dataset.pages import clean
-from pfl_ext.tasks.score_kinds import ScoreKinds
+from pfl_ext.tasks.score_kinds import LOSS, ScoreKinds
 
 MOST_KEYS = 3
 """Keys that a label names; where more differ, it names the directory."""
@@ -44,6 +44,13 @@ class Group:
     def headline(self) -> tuple[str, ...]:
         """The scores that its benchmark is judged by."""
         return tuple(self.trained.headline)
+
+    @property
+    def judged_by(self) -> tuple[str, ...]:
+        """These scores, and the one that chose the models if it is another one."""
+        chosen = self.runs[0].config.evaluation.best_by
+        others = [] if chosen in (LOSS, "last") else [chosen]
+        return tuple(dict.fromkeys((*self.headline, *others)))
 
     @cached_property
     def kinds(self) -> ScoreKinds:
@@ -135,8 +142,8 @@ class Comparison:
 
     @property
     def headline(self) -> tuple[str, ...]:
-        """The scores that the benchmarks of these runs are judged by, each once."""
-        return tuple(dict.fromkeys(name for group in self.groups for name in group.headline))
+        """The scores that these runs are judged by, each once."""
+        return tuple(dict.fromkeys(name for group in self.groups for name in group.judged_by))
 
     @property
     def judges_alike(self) -> bool:
@@ -146,12 +153,12 @@ class Comparison:
 
     def unit(self, score: str) -> str:
         """The unit of a score by which some groups are judged; each, where theirs differ."""
-        found = dict.fromkeys(each.kinds.unit(score) for each in self.groups if score in each.headline)
+        found = dict.fromkeys(each.kinds.unit(score) for each in self.groups if score in each.judged_by)
         return next(iter(found)) if len(found) < 2 else " or ".join(unit or "no unit" for unit in found)
 
     def is_lower_better(self, score: str) -> bool:
         """Whether the lower is the better one of a score by which some groups are judged."""
-        return any(each.kinds.is_lower_better(score) for each in self.groups if score in each.headline)
+        return any(each.kinds.is_lower_better(score) for each in self.groups if score in each.judged_by)
 
     @property
     def usual(self) -> bool:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
+from benchmarks.compare import each_user
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -20,7 +21,7 @@ from benchmarks.reporting.plots import MOST_CLASSES
 from benchmarks.reporting.tables import plain_names
 from dataset.pages import clean
 from pfl_ext.tasks.multi_label_scores import shown
-from pfl_ext.tasks.score_kinds import decimals, labelled
+from pfl_ext.tasks.score_kinds import PERCENT, decimals, labelled
 
 BOLD = (
     "Bold: the best mean of those with the same data, classes, partition, image sizes, images held out from "
@@ -101,8 +102,42 @@ def latex_classes(comparison: Comparison, command: str) -> str:
     return _head(comparison, command) + text if text else ""
 
 
-def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, label: str) -> str:
-    """A table with a row for each class, and a column for each of these groups; empty without any score."""
+def latex_users(comparison: Comparison, command: str) -> str:
+    """A ``table`` for each score by which runs are judged, with a row for each user; empty where no run
+    scored few users one by one.
+
+    Args:
+        comparison: what is compared.
+        command: that made it, for a comment.
+    """
+    text = ""
+    for score in comparison.headline:
+        for is_own in (False, True):
+            section = each_user.section_of(score, is_own)
+            groups = [
+                group
+                for group in comparison.groups
+                if any(
+                    one.section == section
+                    for run in group.finished
+                    for one in comparison.measures[run.directory]
+                )
+            ]
+            label = f"clients-{plain_names([shown(score)])[0]}{'-own' if is_own else ''}"
+            text += _of_classes(comparison, groups, section, label, score, is_own)
+    return _head(comparison, command) + text if text else ""
+
+
+def _of_classes(
+    comparison: Comparison,
+    groups: Sequence[Group],
+    section: str,
+    label: str,
+    score: str = OF_A_CLASS,
+    is_own: bool = False,
+) -> str:
+    """A table with a row for each class, or for each user with a score, and a column for each of these
+    groups; empty without any score. ``is_own``: whether the scores are of users' own models."""
     names = {
         one.name: None
         for group in groups
@@ -113,14 +148,18 @@ def _of_classes(comparison: Comparison, groups: Sequence[Group], section: str, l
     if not names:
         return ""
     rows = [
-        _on_test(groups, [comparison.values(group, section, name) for group in groups], OF_A_CLASS)
+        (_best if is_own else _on_test)(
+            groups, [comparison.values(group, section, name) for group in groups], score
+        )
         for name in names
     ]
-    columns = [Column("class", ["$n$", *map(escaped, names)])]
+    columns = [Column("class" if score == OF_A_CLASS else "client", ["$n$", *map(escaped, names)])]
     for group, cells in zip(groups, zip(*rows)):
         columns.append(Column(_written(comparison, group.label), [str(len(group.finished)), *cells]))
     title = section[0].upper() + section[1:]
-    said = [escaped(f"{title} (%)."), "Mean $\\pm$ standard deviation over $n$ seeds."]
+    unit = PERCENT if score == OF_A_CLASS else comparison.unit(score)
+    said = [escaped(f"{labelled(title, unit)}."), "Mean $\\pm$ standard deviation over $n$ seeds."]
+    said += ["Each model is scored on images of its user that it was not trained on."] if is_own else []
     return booktabs(columns, [*said, *_marks_in_words(groups, columns)], label)
 
 
@@ -206,13 +245,23 @@ def _of_scores(comparison: Comparison) -> list[Column]:
 
 def _of_users(comparison: Comparison) -> list[Column]:
     """The mean over users of their own models' score, and the worst tenth of each kind of users, by the score
-    by which users are compared with each other."""
+    that chose the models, or else by which users are compared with each other.
+
+    A run that has only quantiles of users has no mean of the worst tenth; then it is where that tenth ends.
+    """
     names = dict[tuple[str, str], tuple[str, str]]()
     for group in comparison.groups:
-        score = group.trained.task_of(group.runs[0].config, 2).user_headline
-        for one in (one for run in group.runs for one in comparison.measures[run.directory]):
-            wanted = one.name in WORST or (one.name == "mean" and one.section.endswith(OWN_MODELS))
-            if wanted and one.section.partition(",")[0] == f"users' {shown(score)}":
+        chosen = group.judged_by[len(group.headline) :]
+        score = chosen[0] if chosen else group.trained.task_of(group.runs[0].config, 2).user_headline
+        of_score = [
+            one
+            for run in group.runs
+            for one in comparison.measures[run.directory]
+            if one.section.partition(",")[0] == f"users' {shown(score)}"
+        ]
+        worst = WORST[:1] if any(one.name in WORST[:1] for one in of_score) else WORST
+        for one in of_score:
+            if one.name in worst or (one.name == "mean" and one.section.endswith(OWN_MODELS)):
                 names.setdefault((one.section, one.name), (score, group.kinds.unit(score)))
     return [
         Column(

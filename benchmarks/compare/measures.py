@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from benchmarks.compare import each_user
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting import single_users
 from benchmarks.reporting.runs import DAMAGE, RunRecord, epsilon_of, local_epsilon_of, reading
@@ -30,6 +31,9 @@ SPLITS = {"test": "test, best model", "val": "val, best model", "last": "test, l
 BY_CLASS = {
     "per_class_accuracy": "accuracy of each class on test, best model",
     "per_class_iou": "IoU of each class on test, best model",
+    "per_class_dice": "Dice score of each class on test, best model",
+    "per_class_sensitivity": "sensitivity of each class on test, best model",
+    "per_class_specificity": "specificity of each class on test, best model",
     "per_class_ap": "AP of each class on test, best model",
     "per_class_ap50": "AP50 of each class on test, best model",
 }
@@ -131,6 +135,9 @@ def _measures(run: RunRecord, kinds: ScoreKinds) -> Iterator[Measure]:
             for key, value in each.values.items():
                 head = single_users.column(key, kinds.is_lower_better(each.score))
                 yield Measure(section, head, _unit_of_users(key, each.score, kinds), value)
+        for one in each_user.scores_of(run):
+            section = each_user.section_of(one.name, one.is_own)
+            yield Measure(section, one.user, unit_of(one.name, kinds), one.value)
     yield from _time(run)
     yield from _traffic(run)
     yield from _cost(run)

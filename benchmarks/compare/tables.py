@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
+from benchmarks.compare import each_user
 from benchmarks.compare.charts import key
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -163,7 +164,8 @@ def users(comparison: Comparison) -> Html:
     shown_first = [section for section in found if section.partition(",")[0] in first]
     others = [section for section in found if section not in shown_first]
     folded = tag("details", tag("summary", "Other scores of users"), measured(comparison, others))
-    parts = [measured(comparison, shown_first)]
+    each = [each_user.section_of(score, own) for score in comparison.headline for own in (False, True)]
+    parts = [measured(comparison, shown_first), measured(comparison, each)]
     return join([*parts, folded] if others else parts)
 
 

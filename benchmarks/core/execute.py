@@ -370,7 +370,9 @@ def _write_results(
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
     kinds = module.task.score_kinds
-    plots.training_curve(history, recorder.unit, experiment.headline, title, curve, kinds)
+    by = config.evaluation.best_by
+    drawn = dict.fromkeys((*experiment.headline, *([] if by in ("loss", "last") else [by])))
+    plots.training_curve(history, recorder.unit, tuple(drawn), title, curve, kinds)
     if recorder.ledger is not None:
         plots.privacy_curves(history, title, directory / "plots" / "privacy.png")
     results = {

@@ -178,6 +178,10 @@ class Experiment(ABC, Generic[C]):
     def task_of(cls, config: C, num_classes: int) -> Task:
         """What a run of this config learns."""
 
+    def learnt(self) -> Task:
+        """What this run learns, with its plain loss."""
+        return self.task_of(self.config, len(self.class_names))
+
     @classmethod
     def score_kinds(cls, config: C, results: Tree | None = None) -> ScoreKinds:
         """How the scores of a run are read: as its results say, or else its task."""
@@ -188,7 +192,7 @@ class Experiment(ABC, Generic[C]):
         """The network before its first step, with outputs for each class."""
         num_classes = len(self.class_names)
         check_classes(self.config, self.run.weights, self.class_names)
-        task = trained_task(self.config, self.task_of(self.config, num_classes), self.class_names)
+        task = trained_task(self.config, self.learnt(), self.class_names)
         return build_model(self.config, num_classes, self.run.weights, task, self.split)
 
     scores_users: ClassVar[bool] = False

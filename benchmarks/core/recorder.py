@@ -197,12 +197,12 @@ class Recorder:
         """
         task: Task = model.pytorch_model.task
         self._val = columns(task, metrics)
-        first = task.headline[0]
+        by = self.run.config.evaluation.best_by
+        first = task.headline[0] if by in ("loss", "last") else by
         kinds, value = task.score_kinds, self._val[first]
         digits = kinds.decimals(first, [value], 2)
         text = f"{task.shown(first)} {value:.{digits}f} loss {self._val['loss']:.4f}"
         self.progress.show(f"{self.followed} {text}")
-        by = self.run.config.evaluation.best_by
         if by == "last":
             score = -float(step)
         else:

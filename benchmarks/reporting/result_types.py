@@ -78,6 +78,9 @@ class Results(TypedDict, total=False):
     per_class_ap50: Scores
     per_class_accuracy: Scores
     per_class_iou: Scores
+    per_class_dice: Scores
+    per_class_sensitivity: Scores
+    per_class_specificity: Scores
     model_sha256: StrictStr
 
 

@@ -322,7 +322,7 @@ class LocalSweep:
             status_of(trial),
             score,
             step,
-            results.get("test", {}).get(self.sweep.experiment.headline[0]),
+            results.get("test", {}).get(self.sweep.on_test),
             results.get("wall_clock_s") or sum(value for _, value in seconds) or None,
             str(run_dir.relative_to(self.directory)),
             results.get("best_step"),
@@ -334,7 +334,7 @@ class LocalSweep:
     def _write(self, rows: Sequence[Row]) -> str:
         """Write the tables; the text of ``table.md``."""
         trained, ranking = self.sweep.experiment, self.sweep.ranking
-        columns = rows, list(self.sweep.space), ranking, trained.headline[0], self.sweep.kinds
+        columns = rows, list(self.sweep.space), ranking, self.sweep.on_test, self.sweep.kinds
         best_by = get_type_hints(type(trained.benchmark.parse(self.words).config.evaluation))["best_by"]
         note = other_models(rows, ranking, get_args(best_by))
         return write_tables(table(*columns), over_seeds(*columns), note, self.directory)

@@ -43,8 +43,8 @@ Point = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One trial: `score` is the best of the metric, reached at `step`; `test` the headline score on test, of
-    the model of `test_step`."""
+    """One trial: `score` is the best of the metric, reached at `step`; `test` the score on test, of the model
+    of `test_step`."""
 
     number: int
     point: Mapping[str, Any]
@@ -62,16 +62,16 @@ def table(
     rows: Sequence[Row],
     varied: Sequence[str],
     metric: Metric,
-    headline: str,
+    on_test: str,
     kinds: ScoreKinds = USUAL,
 ) -> list[list[str]]:
     """The header, then the trials, the best first and those without a score last.
 
-    A column is for each of the ``varied`` parameters; ``headline`` names the score of `Row.test`, and
+    A column is for each of the ``varied`` parameters; ``on_test`` names the score of `Row.test`, and
     ``kinds`` says how it is read.
     """
-    digits = _digits_on_test(rows, headline, kinds)
-    scores = f"best {metric.name}", "at round/epoch", f"test {shown(headline)}", "test at round/epoch"
+    digits = _digits_on_test(rows, on_test, kinds)
+    scores = f"best {metric.name}", "at round/epoch", f"test {shown(on_test)}", "test at round/epoch"
     out = [["rank", "trial", *varied, *scores, "status", "seconds", "run"]]
     ranked = sorted(rows, key=lambda r: (r.score is None, metric.sign * (r.score or 0.0), r.number))
     for rank, (row, cells) in enumerate(zip(ranked, _cells(ranked, varied)), 1):
@@ -115,15 +115,15 @@ def _mean(rows: Sequence[Row]) -> float:
     return statistics.fmean(row.score or 0.0 for row in rows)
 
 
-def _digits_on_test(rows: Sequence[Row], headline: str, kinds: ScoreKinds) -> int:
-    return kinds.decimals(headline, [row.test for row in rows if row.test is not None], 2)
+def _digits_on_test(rows: Sequence[Row], on_test: str, kinds: ScoreKinds) -> int:
+    return kinds.decimals(on_test, [row.test for row in rows if row.test is not None], 2)
 
 
 def over_seeds(
     rows: Sequence[Row],
     varied: Sequence[str],
     metric: Metric,
-    headline: str,
+    on_test: str,
     kinds: ScoreKinds = USUAL,
 ) -> list[list[str]]:
     """The header, then each point with its mean over seeds, the best first, but for those of which a seed
@@ -135,16 +135,16 @@ def over_seeds(
     if len(names) == len(varied):
         return []
     points = _by_point(row for row in rows if row.score is not None)
-    out = [["rank", *names, "n", f"mean best {metric.name}", "std", f"mean test {shown(headline)}", "std"]]
+    out = [["rank", *names, "n", f"mean best {metric.name}", "std", f"mean test {shown(on_test)}", "std"]]
     fell = _by_point(row for row in rows if row.status == DIVERGED)
-    digits = _digits_on_test(rows, headline, kinds)
+    digits = _digits_on_test(rows, on_test, kinds)
     order = sorted(points, key=lambda each: (each in fell, metric.sign * _mean(points[each])))
     cells = _cells([points[point][0] for point in order], names)
     for rank, (point, words) in enumerate(zip(order, cells), 1):
         scores = [row.score for row in points[point]]
         tests = [row.test for row in points[point]]
-        on_test = _mean_and_std(tests, f".{digits}f")
-        out.append([str(rank), *words, str(len(scores)), *_mean_and_std(scores, ".4g"), *on_test])
+        means = *_mean_and_std(scores, ".4g"), *_mean_and_std(tests, f".{digits}f")
+        out.append([str(rank), *words, str(len(scores)), *means])
     return out
 
 

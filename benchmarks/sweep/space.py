@@ -129,6 +129,13 @@ class Sweep:
         )
 
     @property
+    def on_test(self) -> str:
+        """The score on test beside the ranking: the same one, or the headline where trials are ranked by the
+        loss."""
+        score, headline = self.ranking.name.removeprefix("val/"), self.experiment.headline
+        return score if score in {*headline, *self.experiment.scores} - {LOSS} else headline[0]
+
+    @property
     def kinds(self) -> ScoreKinds:
         """How the scores of the trials are read."""
         return self.experiment.score_kinds(self.experiment.benchmark.default_config)

@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from dataset.convert.files import FileRows, Folder
 from dataset.convert.source import NO_CLIENT, Found, Part
 from dataset.convert.text import Names, lines, shown, split_named
+from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES, TAXONOMIES
 from dataset.tables import header_of, rows_of
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
 
 

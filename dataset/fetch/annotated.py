@@ -49,6 +49,7 @@ class Annotated:
         sizes: width and height of an image according to the annotations.
         repaired: numbers for the screen, such as that of boxes that were cut off or left out.
         notes: notes for the provenance.
+        warning: a line for the screen.
     """
 
     form: Form
@@ -61,6 +62,7 @@ class Annotated:
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     repaired: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
+    warning: str | None = None
 
     def with_val_as_test(self) -> Annotated:
         """The same annotations with the images of ``val`` as ``test``.
@@ -109,6 +111,7 @@ class Reading:
         splits: the splits of the images by id, if the layout's own files do not have them.
         upright: whether images are stored turned by their EXIF orientation.
         skip: whether images without an annotation are left out; their records then have None as such.
+        values: the values that the classes have in the masks; empty: their numbers, and 255 for no class.
     """
 
     form: Form
@@ -117,6 +120,7 @@ class Reading:
     splits: Mapping[str, str] = field(default_factory=dict)
     upright: bool = False
     skip: bool = False
+    values: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Layout:
         read: reads the wanted files, given their contents by name, and their place for errors. A ValueError
             names the file and what is wrong in it.
         open_first_pixel: whether `Reading.first_pixel` may be 1 or 0.
+        open_values: whether `Reading.values` may be given.
         ways: names of the ways to deal the images that its own files define, the usual one first.
     """
 
@@ -136,6 +141,7 @@ class Layout:
     wanted: Callable[[PurePosixPath, Form], tuple[str, int] | None]
     read: Callable[[Mapping[str, bytes], str, Reading], Annotated]
     open_first_pixel: bool = False
+    open_values: bool = False
     ways: tuple[str, ...] = ()
 
 

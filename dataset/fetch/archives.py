@@ -30,7 +30,7 @@ from dataset.files import state_of
 
 MAX_IMAGE_BYTES = 1 << 26
 JPEG_SUFFIXES = (".jpg", ".jpeg")
-IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp")
+IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 Member = tuple[PurePosixPath, int, Callable[[], bytes]]
 """A file of an archive: its path there, its size in bytes, and how to read it."""
 _DAMAGE = (

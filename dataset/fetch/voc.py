@@ -21,6 +21,7 @@ from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
 from dataset.fetch.annotated import COLUMNS, USERS_CSV, Annotated, Form, Layout, Reading, fitted
+from dataset.fetch.mask_values import check_classes, numbered
 from dataset.files import utf8
 from dataset.store.annotations import BACKGROUND, DIFFICULT
 from dataset.store.index import SPLITS
@@ -59,6 +60,11 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
     """Read the annotations; see `dataset.fetch.annotated.Layout.read`."""
     form = reading.form
     classes = _classes(files, origin, form)
+    if reading.values and len(reading.values) != len(classes):
+        raise ValueError(
+            f"--mask_values has {len(reading.values)} values, but there are {len(classes)} classes "
+            f"({', '.join(classes)[:200]}): give one for each; classes are listed in {CLASSES_TXT}"
+        )
     split_of = _sets(files, origin, form) or dict(reading.splits)
     if not split_of:
         raise ValueError(
@@ -78,6 +84,11 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
                 f"{origin}: image {image} of {split} has no annotation in {place}; add it, or leave "
                 "such images out with --on_bad_image skip"
             )
+        if annotation is not None and form == "mask" and reading.values:
+            try:
+                annotation = numbered(annotation, reading.values)
+            except ValueError as error:
+                raise ValueError(f"{origin}: SegmentationClass/{image}.png: {error}") from None
         if document is not None:
             where = f"{origin}: Annotations/{image}.xml"
             root = parse_xml(document, where)
@@ -87,11 +98,17 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
                 sizes[image] = _size(root, where)
                 annotation = _boxes(root, sizes[image], classes, reading, repaired, where)
         records.append({"image_id": image, "partition": split, COLUMNS[form]: annotation})
-    inside = frozenset(["JPEGImages"])
-    return Annotated(form, records, classes, inside, owners, sizes=sizes, repaired=repaired)
+    inside, warning = frozenset(["JPEGImages"]), None
+    if form == "mask":
+        masks = (record[COLUMNS[form]] for record in records)
+        warning = check_classes((mask for mask in masks if mask is not None), classes, origin)
+    notes = {"mask_values": list(reading.values)} if reading.values else {}
+    return Annotated(
+        form, records, classes, inside, owners, sizes=sizes, repaired=repaired, notes=notes, warning=warning
+    )
 
 
-VOC = Layout(("mask", "boxes"), wanted, read, open_first_pixel=True)
+VOC = Layout(("mask", "boxes"), wanted, read, open_first_pixel=True, open_values=True)
 
 
 def _boxes(

@@ -38,8 +38,6 @@ OF_A_BOX = 4
 TEXT = ".txt"
 LARGEST = 1e6
 """Above every share of an image, and every number of pixels."""
-OTHER_SUFFIXES = (".bmp", ".tif", ".tiff", ".gif")
-"""Images that other tools take, and this one would leave out."""
 _ORIENTATION, _TURNED, _SIDEWAYS = 0x0112, range(2, 9), range(5, 9)  # of EXIF
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -110,19 +108,19 @@ def _images(root: Path, files: Mapping[str, bytes], splits: Mapping[str, str]) -
     """The images below a folder, by path; every text file beside them, or in ``labels``, is one of theirs.
 
     Raises:
-        ValueError: for an image of no split or several, one that cannot be taken, and where text files are
+        ValueError: for an image of no split or several, or in no folder, and where text files are
             missing or nobody's.
     """
     found: dict[PurePosixPath, _Image] = {}
     for file in sorted(files_below(root)):
         path = PurePosixPath(file.relative_to(root).as_posix())
-        if file.name.startswith(".") or file.suffix.lower() not in (*IMAGE_SUFFIXES, *OTHER_SUFFIXES):
+        if file.name.startswith(".") or file.suffix.lower() not in IMAGE_SUFFIXES:
             continue
-        if len(path.parts) == 1 or file.suffix.lower() in OTHER_SUFFIXES:
-            why = f"images must be {', '.join(IMAGE_SUFFIXES)}: convert it, or move it away"
-            if len(path.parts) == 1:
-                why = "it is not in a folder below --source: put images into a folder, such as train/images"
-            raise ValueError(f"{file} cannot be used; {why}")
+        if len(path.parts) == 1:
+            raise ValueError(
+                f"{file} cannot be used; it is not in a folder below --source: put images into a folder, "
+                "such as train/images"
+            )
         found[path] = _Image(_split(path, splits, file), _label(path, files))
     if not found:
         raise ValueError(f"{root} has no image ({', '.join(IMAGE_SUFFIXES)})")

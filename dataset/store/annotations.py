@@ -310,21 +310,31 @@ def fault_of_boxes(corners: npt.NDArray[Any], size: tuple[int, int]) -> str | No
 _UNREADABLE = (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError)
 
 
-def read_mask(png: bytes) -> ByteArray:
+def read_mask(png: bytes, as_grey: bool = False) -> ByteArray:
     """The class numbers in a PNG, ``[H, W]``; a palette is ignored.
+
+    Args:
+        png: the file.
+        as_grey: whether to read grey of fewer bits and grey in colour channels, too, as levels to 255.
 
     Raises:
         ValueError: with a clause that says what is wrong.
     """
     try:
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-            if image.mode not in ("L", "P"):
+            as_grey = as_grey and image.mode in ("1", "L", "LA", "RGB", "RGBA")
+            if image.mode not in ("L", "P") and not as_grey:
                 raise ValueError(f"its mode is {image.mode}: it needs 8 bits for each pixel, a class number")
-            if image.mode == "L" and png[_PNG_DEPTH_AT] != 8:  # Pillow would scale its numbers to 0..255
+            if image.mode == "L" and png[_PNG_DEPTH_AT] != 8 and not as_grey:  # Pillow scales to 0..255
                 raise ValueError(f"it is grey of {png[_PNG_DEPTH_AT]} bits: it needs 8, or a palette")
             if image.width * image.height > (1 << 20) + 1100 * len(png):
                 raise ValueError(f"it declares {image.width} x {image.height} pixels in {len(png):,} bytes")
-            return cast(ByteArray, np.asarray(image))
+            if not as_grey:
+                return cast(ByteArray, np.asarray(image))
+            levels = np.asarray(image.convert("RGB"))
+            if (levels != levels[:, :, :1]).any():
+                raise ValueError("it has colours: it needs grey levels, or a palette")
+            return np.ascontiguousarray(levels[:, :, 0])
     except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise ValueError(f"its mask cannot be used ({' '.join(str(error).split())})") from None
 

@@ -18,7 +18,15 @@ import numpy.typing as npt
 
 from dataset.cli import OneLineParser
 from dataset.store import probe
-from dataset.store.annotations import CROWD, DIFFICULT, Annotation, Boxes, Masks, fault_of_mask
+from dataset.store.annotations import (
+    CROWD,
+    DIFFICULT,
+    Annotation,
+    Boxes,
+    Masks,
+    fault_of_mask,
+    is_background,
+)
 from dataset.store.foreign import ForeignReader
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import jpeg_size
@@ -144,13 +152,15 @@ def _label_lines(file: DataFile) -> list[str]:
         what = {"boxes": "objects", "mask": "masks"}.get(found[0].kind, "images")
         lines.append(f"{taxonomy}: {len(names):,}, with {what} in {', '.join(file.splits)}{_flags(found)}")
         order = np.argsort(-counts.sum(0), kind="stable")
+        if isinstance(found[0], Masks):  # `DataFile.present` counts no background
+            order = order[[not (k == 0 and is_background(names[k])) for k in order]]
         lines += [
             f"  {names[k]}: {', '.join(f'{count:,}' for count in counts[:, k])}" for k in order[:MOST_LABELS]
         ]
-        if len(names) > MOST_LABELS:
+        if len(order) > MOST_LABELS:
             rest = counts[:, order[MOST_LABELS:]].sum(1)
             lines.append(
-                f"  {len(names) - MOST_LABELS:,} more, together: {', '.join(f'{count:,}' for count in rest)}"
+                f"  {len(order) - MOST_LABELS:,} more, together: {', '.join(f'{count:,}' for count in rest)}"
             )
     return lines
 

@@ -43,7 +43,6 @@ from pfl_ext.algorithms.personal_steps import InPhases, Phase
 from pfl_ext.algorithms.personalised import ONLY_OF_COHORTS, KeptOptions, Personalised
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.probing import before_each, two_images
 from pfl_ext.models.trained import features_in, head_of
@@ -58,7 +57,7 @@ class MoonOptions(KeptOptions):
     temperature: PositiveFloat = 0.5
     """Tau, by which cosines are divided; the authors'."""
     held_out: Fraction = 0.0
-    """Share of each user's images that is held out from training, to score it; 0: no user is scored."""
+    """Share of each user's images that is held out from training, to score it there; 0: none."""
 
 
 @register("moon")
@@ -90,7 +89,7 @@ class Moon(Personalised):
                 "above 0, or leave temperature out"
             )
         backbone = setup.module.backbone
-        if isinstance(backbone, EncoderDecoder | PartyNetworks):
+        if setup.module.task.outputs != "image" or isinstance(backbone, PartyNetworks):
             raise ValueError(
                 "moon needs one feature vector for each image, which networks for masks or boxes and "
                 "networks with model.parties do not have: choose another federated.algorithm"

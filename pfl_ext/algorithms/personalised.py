@@ -273,7 +273,10 @@ class Personalised(ServerModelAlgorithm):
         return scores, ["personal", "server"]
 
     def findings(self, state: PyTorchModel) -> dict[str, Any]:
-        """The scores on users' own images after the last round."""
+        """The scores on users' own images after the last round.
+
+        Without any, nothing is said if users have the server's model, which the run then scores for each.
+        """
         rows: list[dict[str, Any]] = []
         clients = self.scores(self.context.num_rounds, rows)
         if is_main() and rows and self.context.folder is not None:
@@ -281,7 +284,7 @@ class Personalised(ServerModelAlgorithm):
         if is_main():
             for group, found in clients.items():
                 print(shown(self.context.model.pytorch_model.task, group, found))
-        return {"clients": clients}
+        return {"clients": clients} if clients or self.keeps_parts(self.context.options) else {}
 
     def _kept(self) -> Mapping[str, UserState]:
         errors = self.channel and self.channel.errors

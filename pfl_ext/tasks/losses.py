@@ -1,4 +1,4 @@
-"""What is minimised in training besides plain cross-entropy: focal and asymmetric losses, weights of classes.
+"""What is minimised in training besides plain cross-entropy: focal, asymmetric, Dice loss; class weights.
 
 Scores, and the loss among them, are plain: see `pfl_ext.tasks.task.Task.trained_by`.
 """
@@ -20,6 +20,7 @@ from pfl_ext.configs import STRICT, Fraction
 
 Exponent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 LEAST = 1e-12
 """Smallest number that is raised to a power; below it, the slope of a power under 1 is not finite."""
 
@@ -34,6 +35,8 @@ class LossConfig:
     """Asymmetric loss: gamma of the labels that an image lacks, for several labels; none: focal_gamma."""
     absent_margin: Fraction = 0.0
     """Asymmetric loss: by how much the probability of a label that an image lacks is lowered before."""
+    dice: Share = 0.0
+    """Masks: share of the soft Dice loss in an image's loss; the rest is cross-entropy. 1: Dice alone."""
     class_weights: Mapping[str, Weight] | None = None
     """Factors by class (--loss.class_weights.road=2), else 1; with several labels, where it is present."""
 
@@ -60,6 +63,8 @@ class TrainingLoss:
     class and ``1 - a`` more at the label (Szegedy et al. 2016, arXiv 1512.00567, section 7)."""
     mixes: bool = False
     """Whether images are mixed in training, and their labels with them (`pfl_ext.data.mixing`)."""
+    dice: float = 0.0
+    """Share of `dice_losses` in the loss of an image with a mask."""
 
     @classmethod
     def of(
@@ -89,8 +94,19 @@ class TrainingLoss:
                 "loss.focal_gamma and augment.label_smoothing both say what the loss of a label is: set one "
                 "of them to 0"
             )
+        if config.dice == 1 and (config.focal_gamma or label_smoothing or weights is not None):
+            raise ValueError(
+                "loss.dice is 1, so there is no cross-entropy for loss.focal_gamma, loss.class_weights and "
+                "augment.label_smoothing: leave them out, or give a smaller share, as 0.5"
+            )
         loss = cls(
-            config.focal_gamma, config.absent_gamma, config.absent_margin, weights, label_smoothing, mixes
+            config.focal_gamma,
+            config.absent_gamma,
+            config.absent_margin,
+            weights,
+            label_smoothing,
+            mixes,
+            config.dice,
         )
         if mixes and (loss.focal_gamma or loss.is_asymmetric):
             raise ValueError(
@@ -112,6 +128,17 @@ class TrainingLoss:
                 "each has exactly one class: leave them out"
             )
 
+    def check_for_images(self) -> None:
+        """Refuse what only masks have.
+
+        Raises:
+            ValueError: one line with the key.
+        """
+        if self.dice:
+            raise ValueError(
+                "loss.dice compares areas of masks, and here labels are of whole images: leave it out"
+            )
+
     def check_for_labels(self) -> None:
         """Refuse what only classes have that exclude each other.
 
@@ -128,7 +155,7 @@ class TrainingLoss:
     @property
     def is_plain(self) -> bool:
         """Whether it is plain cross-entropy."""
-        other = self.is_asymmetric or self.focal_gamma or self.label_smoothing or self.mixes
+        other = self.is_asymmetric or self.focal_gamma or self.label_smoothing or self.mixes or self.dice
         return not other and self.weights is None
 
     @property
@@ -178,6 +205,22 @@ class TrainingLoss:
             rest = torch.where(lowered > 0, torch.log(1 - lowered.clamp(min=0)), 0.0)
         lacking = -_power(lowered, absent) * rest
         return torch.where(present > 0, there, lacking)
+
+
+def dice_losses(logits: Tensor, classes: Tensor, void: int) -> Tensor:
+    """Soft Dice losses ``[B]`` of masks, from logits ``[B, K, S, S]`` and class numbers ``[B, S, S]``.
+
+    With the probabilities p and the truth t in 0 and 1, over the pixels of an image that have a class, the
+    loss of class k is ``1 - (2 sum p t + 1) / (sum p + sum t + 1)``. An image's loss is the mean over all
+    classes: for two classes the loss DL2 of Sudre et al. 2017 (arXiv 1707.03237, section 2.1), up to the
+    constants that keep a denominator from being 0. A class that an image lacks has a loss too, which falls
+    with the probability that is given to it.
+    """
+    known = (classes != void).unsqueeze(1)
+    truth = F.one_hot(classes.where(classes != void, 0), logits.shape[1]).movedim(-1, 1) * known
+    given = logits.softmax(1) * known
+    both, areas = (given * truth).sum((2, 3)), given.sum((2, 3)) + truth.sum((2, 3))
+    return (1 - (2 * both + 1) / (areas + 1)).mean(1)
 
 
 def _power(base: Tensor, exponent: float) -> Tensor | float:

@@ -37,6 +37,7 @@ class MultiLabel(Task):
     def trained_by(self, loss: TrainingLoss) -> MultiLabel:
         """The task with this loss; refuses label smoothing."""
         loss.check_for_labels()
+        loss.check_for_images()
         return self._with(loss)
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataset.arrays import ByteArray, Float32Array, FloatArray, IntArray
 from pfl_ext.data.transforms import Framing, gathered
-from pfl_ext.tasks.losses import PLAIN, TrainingLoss
+from pfl_ext.tasks.losses import PLAIN, TrainingLoss, dice_losses
 from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import Task, mean_of_known
 
@@ -37,16 +37,17 @@ class Segmentation(Task):
     Args:
         num_classes: C, at most 255.
         loss: of a pixel.
+        background: whether class 0 is for pixels of no object. Then the mean Dice score leaves it out.
     """
 
     headline = ("mIoU",)
     outputs = "pixels"
     scored_together = 16
 
-    def __init__(self, num_classes: int, loss: TrainingLoss = PLAIN) -> None:
+    def __init__(self, num_classes: int, loss: TrainingLoss = PLAIN, background: bool = False) -> None:
         if not 1 <= num_classes <= VOID:
             raise ValueError(f"num_classes is {num_classes}: a mask has 1 to {VOID} classes")
-        self.num_classes, self._loss = num_classes, loss
+        self.num_classes, self._loss, self.background = num_classes, loss, background
 
     def trained_by(self, loss: TrainingLoss) -> Segmentation:
         """The task with this loss; refuses options of labels that an image lacks."""
@@ -108,24 +109,34 @@ class Segmentation(Task):
         return Confusion(counts)
 
     def summarise(self, statistics: Confusion) -> dict[str, float]:
-        """Percent: ``mIoU``, ``fwIoU``, ``pixel accuracy`` and ``class accuracy``, see `Confusion`."""
+        """Percent: ``mIoU``, ``Dice``, ``fwIoU``, ``pixel accuracy``, ``class accuracy``: see `Confusion`."""
         return {
             "mIoU": 100 * statistics.overall_value,
+            "Dice": 100 * mean_of_known(self._dice_of_objects(statistics)),
             "fwIoU": 100 * statistics.weighted_iou,
             "pixel accuracy": 100 * statistics.accuracy,
             "class accuracy": 100 * mean_of_known(statistics.recall),
         }
 
     def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
-        """NaN for a user whose masks are all void, and who has no score."""
+        """NaN for a user whose masks are all void, and as Dice if there is no object, true or predicted."""
         found = self.statistics(len(predictions), np.arange(len(predictions)), [predictions], [annotations])
         columns = self.summarise(found)
+        if np.isnan(self._dice_of_objects(found)).all():
+            columns["Dice"] = float("nan")
         return columns if found.counts.any() else dict.fromkeys(columns, float("nan"))
+
+    def _dice_of_objects(self, statistics: Confusion) -> FloatArray:
+        return statistics.dice[1:] if self.background else statistics.dice
 
 
 def _image_losses(outputs: Tensor, targets: Tensor, loss: TrainingLoss) -> Tensor:
-    losses = loss.of_classes(outputs.float(), targets.long(), VOID)
-    return losses.sum((1, 2)) / (targets != VOID).sum((1, 2)).clamp(min=1)
+    outputs, classes = outputs.float(), targets.long()
+    if loss.dice == 1:
+        return dice_losses(outputs, classes, VOID)
+    losses = loss.of_classes(outputs, classes, VOID)
+    means = losses.sum((1, 2)) / (targets != VOID).sum((1, 2)).clamp(min=1)
+    return means + loss.dice * (dice_losses(outputs, classes, VOID) - means) if loss.dice else means
 
 
 class Confusion(MetricValue):
@@ -161,11 +172,29 @@ class Confusion(MetricValue):
         return np.where(union > 0, pixels.diagonal() / np.maximum(union, 1), np.nan)
 
     @property
+    def dice(self) -> FloatArray:
+        """Dice score of each class, ``[C]`` in [0, 1], with NaN as in `per_class`: twice the pixels of c that
+        are predicted as c, over those that are c plus those that are predicted as c (F1 score)."""
+        pixels = self._pixels
+        total = pixels.sum(0) + pixels.sum(1)
+        return np.where(total > 0, 2 * pixels.diagonal() / np.maximum(total, 1), np.nan)
+
+    @property
     def recall(self) -> FloatArray:
-        """Share of each class's pixels that are predicted correctly, ``[C]``; NaN for a class without any."""
+        """Share of each class's pixels that are predicted correctly (sensitivity), ``[C]``; NaN for a class
+        without any."""
         pixels = self._pixels
         total = pixels.sum(1)
         return np.where(total > 0, pixels.diagonal() / np.maximum(total, 1), np.nan)
+
+    @property
+    def specificity(self) -> FloatArray:
+        """Share of the pixels of other classes that are not predicted as each class, ``[C]``; NaN if there
+        are none."""
+        pixels = self._pixels
+        others = pixels.sum() - pixels.sum(1)
+        wrong = pixels.sum(0) - pixels.diagonal()
+        return np.where(others > 0, 1 - wrong / np.maximum(others, 1), np.nan)
 
     @property
     def overall_value(self) -> float:

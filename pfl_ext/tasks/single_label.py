@@ -48,6 +48,7 @@ class SingleLabel(WeightedTask):
     def trained_by(self, loss: TrainingLoss) -> SingleLabel:
         """The task with this loss; refuses options of labels that an image lacks."""
         loss.check_for_classes()
+        loss.check_for_images()
         return self._with(loss)
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,10 +109,10 @@ OF_NO_PLACES = (
     *("data.val_share", "loss.absent_gamma", *(f"augment.{key}" for key in UNFIT)),
 )
 NOT_OF = {
-    "flair": ("augment.label_smoothing",),
-    **dict.fromkeys(("classes", "vision"), ("loss.absent_gamma",)),
+    "flair": ("augment.label_smoothing", "loss.dice"),
+    **dict.fromkeys(("classes", "vision"), ("loss.absent_gamma", "loss.dice")),
     "segmentation": OF_NO_PLACES,
-    "detection": (*OF_NO_PLACES, "augment.label_smoothing", "loss.focal_gamma"),
+    "detection": (*OF_NO_PLACES, "augment.label_smoothing", "loss.focal_gamma", "loss.dice"),
 }
 """Keys that a subject's runs refuse."""
 ONE_LABEL_AN_IMAGE = ("fedcof", "fedgkt", "fedncm", "fed3r", "moon", "vertical")

@@ -32,6 +32,7 @@ YOUNGER = {
     "loss.focal_gamma": 0.0,
     "loss.absent_gamma": None,
     "loss.absent_margin": 0.0,
+    "loss.dice": 0.0,
     "loss.class_weights": None,
     "centralised.warmup_epochs": 0,
     "centralised.warmup_learning_rate": 0.0,

@@ -114,7 +114,7 @@ TABLE: Mapping[str, Rule] = {
         "augment",
         "mixup cutmix",
     ),
-    **each(BEFORE_CLIPPING, "loss", "focal_gamma absent_gamma absent_margin"),
+    **each(BEFORE_CLIPPING, "loss", "focal_gamma absent_gamma absent_margin dice"),
     "loss.class_weights": only(
         "they may have been counted on the same users' labels, without any noise", None
     ),

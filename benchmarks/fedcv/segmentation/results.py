@@ -1,4 +1,4 @@
-"""What these runs leave besides what every run does: IoU by class, users' scores, pictures of masks."""
+"""What these runs leave besides what every run does: scores by class, users' scores, pictures of masks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from pfl_ext.workers.distributed import is_main
 
 
 def class_scores(view: AnnotatedView, metrics: Mapping[str, Metrics]) -> Tree:
-    """Scores of the reported model: IoU of each class on test, in percent, None where a class is absent from
-    truth and prediction; and how the training images are distributed over the users."""
+    """Scores of each class of the reported model on test, in percent, None where a class is absent; and how
+    the training images are distributed over the users."""
+    found = metrics["test"][SCORES]
     return {
-        "per_class_iou": by_class(view, metrics["test"][SCORES].per_class),
+        "per_class_iou": by_class(view, found.per_class),
+        "per_class_dice": by_class(view, found.dice),
+        "per_class_sensitivity": by_class(view, found.recall),
+        "per_class_specificity": by_class(view, found.specificity),
         "partition": partition_facts(view),
     }
 

@@ -29,8 +29,10 @@ from benchmarks.fedcv.segmentation import results as mask_results
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, Config
 from dataset.cli import run as run_command
 from dataset.flair.mini_outlines import write_masked
+from dataset.store.annotations import is_background
 from dataset.store.mask_view import MaskView
 from pfl_ext.tasks.segmentation import Segmentation
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import is_main
 
 SMALLER = replace(MINI, image_size=48)
@@ -41,7 +43,7 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
 
     benchmark = SEGMENTATION
     headline = Segmentation.headline
-    scores = ("loss", "mIoU", "fwIoU", "pixel accuracy", "class accuracy")
+    scores = ("loss", "mIoU", "Dice", "fwIoU", "pixel accuracy", "class accuracy")
     view_of, mini = MaskView, Mini(SMALLER, mini_file(SMALLER, "-masks"), write_masked)
 
     @classmethod
@@ -49,8 +51,15 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
         """A class for each pixel."""
         return Segmentation(num_classes)
 
+    def learnt(self) -> Task:
+        """The task, which knows whether the data have a background."""
+        task = super().learnt()
+        if isinstance(task, Segmentation):
+            task.background = is_background(self.class_names[0])
+        return task
+
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
-        """IoU of each class, scores of each test user, the partition; and a picture of some masks."""
+        """Scores of each class and of each test user, the partition; and a picture of some masks."""
         title = f"{self.config.setting}, seed {self.config.seed}"
         mask_results.draw_masks(self.view, model, title, directory)
         users: Tree = {}
@@ -60,8 +69,9 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
         return {**mask_results.class_scores(self.view, metrics), **users}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
-        """IoU of each class."""
+        """IoU and Dice score of each class."""
         draw_classes(results, "per_class_iou", "intersection over union on test (%)", title, folder)
+        draw_classes(results, "per_class_dice", "Dice score on test (%)", title, folder)
 
 
 EXPERIMENT = FederatedSegmentation

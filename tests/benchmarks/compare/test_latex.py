@@ -93,12 +93,11 @@ def test_every_number_follows_from_the_csv(folder: Path) -> None:
 
     assert heads == [
         "setting", "$n$", r"C-AP exact on test (\%)", r"O-AP exact on test (\%)",
-        r"worst decile ends, users' O-AP exact (\%)",
         r"worst decile, users' O-AP exact, seen in training (\%)",
         r"worst decile, users' O-AP exact, new (\%)",
         r"$\varepsilon$", r"$\delta$", "MB", "rounds or epochs",
     ]  # fmt: skip
-    assert any(r" \times 10^{-" in row[8] for row in rows)
+    assert any(r" \times 10^{-" in row[7] for row in rows)
     groups = [group.label for group in comparison.groups]
     assert [row[0] for row in rows] == [escaped(label) for label in groups]
     for label, row in zip(groups, rows, strict=True):
@@ -106,20 +105,20 @@ def test_every_number_follows_from_the_csv(folder: Path) -> None:
         scores = [values(label, "test, best model", name) for name in ("C-AP exact", "O-AP exact")]
         assert plain[1:4] == [str(len(scores[0])), *map(words, scores)]
         users = "users' O-AP exact"
-        kinds = {"": "worst decile ends", ", seen in training": "worst decile", ", new": "worst decile"}
-        assert plain[4:7] == [words(values(label, f"{users}{kind}", name)) for kind, name in kinds.items()]
+        kinds = ", seen in training", ", new"
+        assert plain[4:6] == [words(values(label, f"{users}{kind}", "worst decile")) for kind in kinds]
         of_group = [one for one in found if one["group"] == label]
         spent = [float(one["value"]) for one in of_group if one["section"] == "privacy"]
         shown = {
             float(number)
-            for number in re.findall(r"\b\d[\d.e-]*", f"{plain[7]} {MATHS.sub(e_form, plain[8])}")
+            for number in re.findall(r"\b\d[\d.e-]*", f"{plain[6]} {MATHS.sub(e_form, plain[7])}")
         }
         assert shown <= {float(rounded_up(number)) for number in spent}
         assert (len(shown) > 2) == label.startswith("PFL")
         sent = values(label, "bytes", "the whole run")
-        assert plain[9] == (f"{statistics.fmean(sent) / 1e6:.3g}" if sent else "--")
+        assert plain[8] == (f"{statistics.fmean(sent) / 1e6:.3g}" if sent else "--")
         done = [float(one["value"]) for one in of_group if one["measure"].endswith("s done")]
-        assert plain[10] == f"{statistics.fmean(done):.0f}"
+        assert plain[9] == f"{statistics.fmean(done):.0f}"
     assert [row[2].startswith(r"\textbf") for row in rows] == [label.endswith("rate 0.3") for label in groups]
     assert not any(r"\textbf" in cell for row in rows for cell in row[4:]), "all groups have the same"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.compare.latex import latex, latex_users
+from benchmarks.compare.reading import compare
 from benchmarks.core.experiment import build_model
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, parse
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
@@ -30,6 +34,7 @@ from pfl_ext.models.decoders import Decoder, EncoderDecoder
 from pfl_ext.models.encoders import Encoder
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
+from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import results, weights
 from tests.benchmarks.sparing import run_into
@@ -106,10 +111,19 @@ class Tiny:
         return EncoderDecoder(TinyEncoder(), TinyDecoder(num_labels))
 
 
+def plain(num_labels: int, input_size: int) -> nn.Module:
+    """A network of one's own, without an encoder that is known."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, num_labels, 1))
+
+
+plain.outputs = "pixels"  # type: ignore[attr-defined]
+
+
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     NETWORKS.names()
     monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
+    monkeypatch.setitem(NETWORKS._things, "plain", plain)
 
 
 def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
@@ -118,9 +132,45 @@ def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
     known = [value for value in found["per_class_iou"].values() if value is not None]
     assert list(found["per_class_iou"]) == list(CLASSES)
     assert found["test"]["mIoU"] == pytest.approx(np.mean(known))
+    dice = {name: value for name, value in found["per_class_dice"].items() if value is not None}
+    assert next(iter(CLASSES)) == "background"
+    assert found["test"]["Dice"] == pytest.approx(np.mean([dice[name] for name in [*dice][1:]]))
+    assert found["per_class_sensitivity"].keys() == found["per_class_specificity"].keys() == {*CLASSES}
     assert found["partition"]["users"] == 8
-    for picture in ("masks", "per_class_iou", "per_user", "training_curve"):
+    for picture in ("masks", "per_class_iou", "per_class_dice", "per_user", "training_curve"):
         assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_score_that_chose_the_model_is_shown_and_tabulated(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train("--evaluation.best_by=Dice", "--runtime.progress=true")
+    dice = results(directory)["test"]["Dice"]
+    assert "val Dice " in capsys.readouterr().err
+    comparison = compare([directory])
+    assert comparison.headline == ("mIoU", "Dice")
+    heads, row = rows_of(latex(comparison, "x"))
+    cells = dict(zip(heads, row, strict=True))
+    assert cells[r"Dice on test (\%)"] == f"{dice:.2f}"
+    assert [head for head in heads if "users'" in head] == [r"worst decile, users' Dice, new (\%)"]
+    assert compare([train(name="other")]).headline == ("mIoU",)
+
+
+def test_each_user_has_a_row_in_a_table_for_a_paper(train: Train) -> None:
+    """By the server's model on test, and by their own models, which the run scored on other images."""
+    plain, personal = train(name="plain"), train("--federated.algorithm=ditto", name="personal")
+    text = latex_users(compare([plain, personal]), "x")
+    (first, *of_test), (second, *of_own) = map(rows_of, re.split(r"(?<=end.table.)\n", text.strip()))
+    assert (len(first), len(second)) == (3, 2)
+    whole = json.loads((plain / "per_user.json").read_text())
+    values = dict(zip(whole["user_ids"], whole["mIoU"], strict=True))
+    assert {row[0]: float(re.sub(r"[^\d.]", "", row[1])) for row in of_test[1:]} == pytest.approx(
+        {user: round(value, 2) for user, value in values.items()}
+    )
+    with (personal / "clients.csv").open(newline="") as file:
+        own = {row["user"]: row["mIoU"] for row in csv.DictReader(file) if row["model"] == "personal"}
+    assert {row[0]: row[1] for row in of_own[1:]} == {u: f"{float(v):.2f}" for u, v in own.items()}
+    assert "not trained on" in text
 
 
 def test_test_users_are_scored_one_by_one_if_asked_for(
@@ -136,6 +186,9 @@ def test_test_users_are_scored_one_by_one_if_asked_for(
     (group,) = found["clients"].values()
     assert group["images"] == sum(whole["images"])
     assert group["server"]["users"]["mIoU"]["std"] == pytest.approx(np.std(whole["mIoU"]), abs=1e-3)
+    kept = train("--federated.algorithm=ditto", "--federated.options.held_out=0", name="kept")
+    (group,) = results(kept)["clients"].values()
+    assert {*group} >= {"server"}, "its server's model is that of all users"
     without = train("--evaluation.per_user=false", name="without")
     assert not {"per_user", "clients"} & {*results(without)}
     assert not (without / "per_user.json").exists()
@@ -202,13 +255,18 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
-        (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU' or 'last'"),
+        (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU', 'Dice' or 'last'"),
         ([*LITE, "--model.normalisation=imagenet"], "set it to efficientnet_lite"),
         *(
             ([f"--federated.algorithm={name}"], "ends in a convolution")
             for name in ("fedncm", "fed3r", "fedcof")
         ),
         (["--federated.algorithm=moon"], "moon needs one feature vector for each image, which networks for"),
+        (["--federated.algorithm=moon", "--model.arch=plain"], "moon needs one feature vector"),
+        *(
+            ([f"--federated.algorithm={name}", "--model.arch=plain"], "ends in a convolution")
+            for name in ("fedncm", "fed3r")
+        ),
         ([*LITE, "--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
         (
             ["--model.channel_norm=data", "--model.trained=head"],

@@ -257,6 +257,16 @@ def test_without_a_command_a_benchmarks_training_is_run(
     assert module.removesuffix(".train").removeprefix("benchmarks.") in (command.__doc__ or "")
 
 
+@pytest.mark.parametrize(
+    "metric, goal, shown", [("val/Dice", "maximize", "Dice"), ("val/loss", "minimize", "mIoU")]
+)
+def test_the_score_on_test_is_the_one_that_ranks(metric: str, goal: str, shown: str, tmp_path: Path) -> None:
+    changes = {"program": "benchmarks.fedcv.segmentation.train", "metric": {"name": metric, "goal": goal}}
+    file = written(tmp_path, {"local.learning_rate": {"value": 0.1}}, command=None, **changes)
+    sweep = read_sweep(file)[0]
+    assert sweep.on_test == shown
+
+
 def test_a_benchmark_without_a_config_py_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top = tmp_path / "benchmarks"
     for name, text in (("one", "from benchmarks.flair.train import EXPERIMENT"), ("none", "")):

@@ -7,9 +7,11 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dataset.convert.__main__ import FORMATS
+from dataset.store.annotations import encoded_mask
 from tests.dataset.convert.made_sources import (
     label_of,
     leaf_user,
@@ -21,6 +23,7 @@ from tests.dataset.convert.made_sources import (
 )
 from tests.dataset.convert.made_sqlite import write_sqlite
 from tests.dataset.convert.test_formats import write_hf
+from tests.dataset.drawn import SIDE
 from tests.dataset.fetch.made_layouts import write_files
 from tests.dataset.fetch.test_yolo import yolo_files
 from tests.launching import environment, warmly
@@ -71,6 +74,7 @@ def write_all(folder: Path) -> None:
     }
     write_leaf(folder / "celeba" / "data" / "all_data.json", celebrities)
     write_files(folder / "yolo", yolo_files())
+    write_files(folder / "lesions", lesions())
     write_npz(folder / "medmnist.npz", train=range(1, 31), val=range(31, 36), test=range(36, 41))
     table = [
         {"client_id": n % 9, "sample_path": f"{n}.png", "label_name": label_of(n), "label_id": n % 3}
@@ -78,6 +82,18 @@ def write_all(folder: Path) -> None:
     ]
     (folder / "fedscale" / "client_data_mapping").mkdir()
     write_csv(folder / "fedscale" / "client_data_mapping" / "train.csv", table)
+
+
+def lesions() -> dict[str, bytes]:
+    """Grey PNGs of five hospitals, and their masks of 0 and 255."""
+    files, lines = {"classes.txt": b"background\nlesion\n"}, ["image_id,user,partition"]
+    mask = np.zeros((SIDE, SIDE), np.uint8)
+    mask[4:8, 4:9] = 255
+    for number, split in enumerate(("train", "train", "train", "val", "test")):
+        lines.append(f"a{number},h{number},{split}")
+        files[f"JPEGImages/a{number}.png"] = encoded_mask(mask // 2 + number)
+        files[f"SegmentationClass/a{number}.png"] = encoded_mask(mask)
+    return {**files, "users.csv": "\n".join(lines).encode()}
 
 
 def spelt_out(command: str) -> list[str]:

@@ -52,7 +52,8 @@ def test_a_folders_licence_is_its_own_or_as_given(spec: AnnotatedSet, photos: Pa
 def test_the_command_that_trains_on_a_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a cohort that its users fill; without users, clients are drawn. Nothing trains without test."""
+    """With all users in each round, and a val; without users, clients are drawn. Nothing trains without
+    test."""
     files = without_root(voc_files("2012", {"train": TRAIN, "val": VAL}))
     folder, spec, output = write_files(tmp_path / "in", files), LAYOUTS["voc2012"][0], tmp_path / "f.hdf5"
     names = sorted(Path(name).stem for name in files if name.endswith(".jpg"))
@@ -60,7 +61,7 @@ def test_the_command_that_trains_on_a_file_is_named(
     (tmp_path / "users.csv").write_text("\n".join(["image_id,user", *rows]))
     drawn = "--data.partition iid-clients-10-seed-0 --federated.cohort_size 10"
     for words, more in (
-        (["--annotation=mask"], f' ARGS="{drawn}"'),
+        (["--annotation=mask"], f' ARGS="{drawn} --data.val_share 0.1"'),
         (
             [f"--users_csv={tmp_path / 'users.csv'}", "--annotation=boxes"],
             ' ARGS="--federated.cohort_size 2"',
@@ -73,6 +74,13 @@ def test_the_command_that_trains_on_a_file_is_named(
         assert line == f"train on it: make fedcv-fl TASK={task} DATA={output}{more}"
     assert make(spec, output, f"--source={folder}", "--overwrite") == 0
     assert "train on it" not in capsys.readouterr().err
+    lists = folder / "ImageSets" / "Main"
+    (folder / "users.csv").write_text("\n".join(["image_id,user", *(f"{name},{name}" for name in names)]))
+    (lists / "test.txt").write_text((lists / "train.txt").read_text().splitlines()[0])
+    (lists / "train.txt").write_text("\n".join((lists / "train.txt").read_text().splitlines()[1:]))
+    assert make(spec, output, f"--source={folder}", "--annotation=boxes", "--overwrite") == 0
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f' ARGS="--federated.cohort_size {len(TRAIN) - 1} --data.val_share 0"')
 
 
 @pytest.mark.parametrize("spec", [CAMVID, STREET, COCO_2017, SUBSETS["2007"], SUBSETS["2012"]])

@@ -179,7 +179,6 @@ FAULTS: dict[str, tuple[dict[str, bytes | None], str]] = {
     "for example": ({"texts/000002.txt": b""}, "for example texts/000002.txt: the text file of an image"),
     "large letters": ({"Labels/train/000002.txt": b""}, "for example Labels/train/000002.txt: the text file"),
     "no text file": ({"test/x.jpg": jpeg(3)}, "no image of test has a text file of objects"),
-    "another format": ({"images/train/x.BMP": b""}, "x.BMP cannot be used; images must be .jpg, .jpeg, .png"),
     "is not a folder": ({"x.jpg": jpeg(3)}, "x.jpg cannot be used; it is not in a folder below --source"),
     "bytes": ({LABEL: b"\xff\xfe"}, f"{LABEL} is not UTF-8 text"),
     "lost": ({"labels/train/x.txt": b""}, "1 text files belong to no image"),

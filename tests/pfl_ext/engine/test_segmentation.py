@@ -89,6 +89,7 @@ def setting(case: str, **options: Any) -> Setting:
     [
         TrainingLoss(label_smoothing=0.2),
         TrainingLoss(focal_gamma=2, weights=torch.tensor([0.5, 2, 1])),
+        TrainingLoss(dice=0.5),
     ],
 )
 def test_both_engines_learn_other_losses_of_pixels_alike(loss: TrainingLoss) -> None:

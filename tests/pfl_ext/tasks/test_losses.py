@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,12 @@ def test_a_task_of_ones_own_keeps_its_class_with_importance_weights() -> None:
     [
         (SingleLabel(), {"absent_gamma": 4.0}, "here each has exactly one class: leave them out"),
         (Segmentation(3), {"absent_margin": 0.1}, "here each has exactly one class: leave them out"),
+        (
+            SingleLabel(),
+            {"dice": 0.5},
+            "here labels are of whole images: leave it out",
+        ),
+        (MultiLabel(), {"dice": 0.5}, "loss.dice compares areas of masks"),
         (Detection(3), {"focal_gamma": 2.0}, "Detection has a loss of its own, which no option changes"),
         (
             MultiLabel(),
@@ -170,6 +177,39 @@ def test_what_cannot_be_is_one_line(task: Task, words: dict[str, object], reason
     with pytest.raises(ValueError, match=reason) as caught:
         task.trained_by(TrainingLoss.of(LossConfig(**words), CLASSES))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_the_dice_loss_of_an_image_is_its_definition() -> None:
+    """By hand, for two classes: probabilities of lesion 0.9, 0.2, 0.6 and a void pixel; truth 1, 0, 1."""
+    given = torch.tensor([[[0.9, 0.2, 0.6, 0.5]]], dtype=torch.float64)
+    outputs = torch.stack([(1 - given).log(), given.log()], 1).float()
+    masks = torch.tensor([[[1, 0, 1, VOID]]], dtype=torch.uint8)
+    lesion = 1 - (2 * (0.9 + 0.6) + 1) / (1.7 + 2 + 1)
+    rest = 1 - (2 * 0.8 + 1) / (1.3 + 1 + 1)
+    dice, cross = (lesion + rest) / 2, -(math.log(0.9) + math.log(0.8) + math.log(0.6)) / 3
+    for share in (0.25, 1.0):
+        task = Segmentation(2).trained_by(TrainingLoss.of(LossConfig(dice=share), ["rest", "lesion"]))
+        expected = share * dice + (1 - share) * cross
+        assert task.image_losses(outputs, masks).item() == pytest.approx(expected, rel=ROUNDING)
+        assert task.scored(outputs, masks)[0].item() == pytest.approx(cross, rel=ROUNDING)
+
+
+def test_the_dice_loss_of_void_is_0_and_falls_where_a_class_is_missing() -> None:
+    masks = torch.zeros(2, 3, 3, dtype=torch.uint8)
+    masks[1] = VOID
+    outputs = torch.zeros(2, 2, 3, 3, requires_grad=True)
+    losses = Segmentation(2).trained_by(TrainingLoss(dice=1.0)).image_losses(outputs, masks)
+    (slopes,) = torch.autograd.grad(losses.sum(), outputs)
+    assert losses[1].item() == 0
+    assert not slopes[1].any()
+    assert (slopes[0, 1] > 0).all()  # the lower the class that no pixel has, the lower the loss
+
+
+@pytest.mark.parametrize("more", [{"focal_gamma": 2.0}, {"class_weights": {"sea": 2.0}}])
+def test_what_is_of_cross_entropy_goes_with_a_share_of_dice_only(more: dict[str, Any]) -> None:
+    TrainingLoss.of(LossConfig(dice=0.5, **more), ["sea", "land"])
+    with pytest.raises(ValueError, match=r"loss\.dice is 1, so there is no cross-entropy"):
+        TrainingLoss.of(LossConfig(dice=1.0, **more), ["sea", "land"])
 
 
 def test_smoothing_and_focusing_exclude_each_other() -> None:

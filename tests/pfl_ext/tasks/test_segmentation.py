@@ -12,7 +12,9 @@ from torch import Tensor
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassConfusionMatrix,
+    MulticlassF1Score,
     MulticlassJaccardIndex,
+    MulticlassSpecificity,
 )
 
 from pfl_ext.data.transforms import Framing, cropped, draw_crops
@@ -101,14 +103,35 @@ def test_scores_are_those_of_torchmetrics(seed: int, present: int, void: float) 
         "mIoU": MulticlassJaccardIndex(CLASSES, average="macro", ignore_index=VOID),
         "fwIoU": MulticlassJaccardIndex(CLASSES, average="weighted", ignore_index=VOID),
         "pixel accuracy": MulticlassAccuracy(CLASSES, average="micro", ignore_index=VOID),
+        "Dice": MulticlassF1Score(CLASSES, average="macro", ignore_index=VOID),
     }.items():
         assert columns[name] == pytest.approx(100 * metric(outputs, classes).item(), rel=1e-5), name
     each = MulticlassJaccardIndex(CLASSES, average="none", ignore_index=VOID)(outputs, classes).numpy()
     known = ~np.isnan(found.per_class)
     assert found.per_class[known] == pytest.approx(each[known], rel=1e-6)
     assert not each[~known].any()
+    for ours, theirs in ((found.dice, MulticlassF1Score), (found.specificity, MulticlassSpecificity)):
+        each = theirs(CLASSES, average="none", ignore_index=VOID)(outputs, classes).numpy()
+        known = ~np.isnan(ours)
+        assert known.any()
+        assert ours[known] == pytest.approx(each[known], rel=1e-6), theirs
     right = matrix.diagonal() / matrix.sum(1)
     assert columns["class accuracy"] == pytest.approx(100 * right.nanmean().item(), rel=1e-5)
+
+
+def test_the_mean_dice_score_leaves_the_background_out() -> None:
+    """By hand: class 1 has 3 pixels, 2 of them are found, 1 more is predicted: 2 * 2 / (3 + 3)."""
+    masks = torch.tensor([[[0, 0, 0, 0], [1, 1, 1, VOID]]], dtype=torch.uint8)
+    guesses = torch.tensor([[[0, 0, 0, 1], [1, 1, 0, 2]]])
+    outputs = torch.nn.functional.one_hot(guesses, CLASSES).permute(0, 3, 1, 2).float()
+    plain, medical = Segmentation(CLASSES), Segmentation(CLASSES, background=True)
+    assert medical.summarise(confusion(outputs, masks))["Dice"] == pytest.approx(100 * 4 / 6)
+    assert plain.summarise(confusion(outputs, masks))["Dice"] == pytest.approx(100 * (6 / 8 + 4 / 6) / 2)
+    assert confusion(outputs, masks).specificity[:3] == pytest.approx([2 / 3, 3 / 4, 1])
+    kept = medical.scored(outputs[:, :, :1, :3], masks[:, :1, :3])[1]  # neither true nor predicted objects
+    columns = medical.user_columns(kept, None)
+    assert np.isnan(columns["Dice"])
+    assert columns["mIoU"] == 100
 
 
 def test_statistics_add_up_over_batches_and_workers_to_those_of_all_images() -> None:
@@ -149,7 +172,9 @@ def test_users_scores_are_their_images_and_nothing_where_all_is_void() -> None:
     assert TASK.user_columns(kept[:2], masks[:2]) == TASK.summarise(confusion(outputs[:2], masks[:2]))
     assert all(np.isnan(value) for value in TASK.user_columns(kept[3:], masks[3:]).values())
     empty = confusion(outputs[:0], masks[:0])
-    assert TASK.summarise(empty) == dict.fromkeys(("mIoU", "fwIoU", "pixel accuracy", "class accuracy"), 0.0)
+    assert TASK.summarise(empty) == dict.fromkeys(
+        ("mIoU", "Dice", "fwIoU", "pixel accuracy", "class accuracy"), 0.0
+    )
 
 
 @pytest.mark.parametrize("number", [0, 256, -1])

@@ -1,0 +1,68 @@
+"""The scores of each user, such as a hospital, of runs that scored few."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from benchmarks.reporting.runs import DAMAGE, RunRecord
+from pfl_ext.algorithms.own_images import FILE
+from pfl_ext.tasks.multi_label_scores import shown
+
+FEW = 20
+"""Most users of a run that are shown one by one."""
+PREFIX = "each user's"
+OWN = ", own models"
+NO_SCORES = ("group", "split", "user", "images", "training_images", "model", "cluster")
+"""The columns of ``clients.csv`` that are no scores."""
+
+
+class Score(NamedTuple):
+    """One score of one user."""
+
+    user: str
+    name: str
+    value: float
+    is_own: bool
+    """Whether it is that of the user's own model, on images held out from its training."""
+
+
+def section_of(score: str, is_own: bool = False) -> str:
+    """The section of the measures of a score."""
+    return f"{PREFIX} {shown(score)}{OWN if is_own else ''}"
+
+
+def scores_of(run: RunRecord) -> Iterator[Score]:
+    """The scores in ``per_user.json``, and those of users' own models in ``clients.csv``; without the first
+    file, all in the second one."""
+    with suppress(*DAMAGE):
+        whole = run.single_users
+        yield from _in_columns(whole)
+        yield from _in_rows(run, is_alone=not whole)
+
+
+def _in_columns(whole: Mapping[str, Any]) -> Iterator[Score]:
+    users = whole.get("user_ids", ())
+    if len(users) > FEW:
+        return
+    for name in whole.get("quantiles", ()):
+        for user, value in zip(users, whole[name], strict=True):
+            if value is not None:
+                yield Score(str(user), name, float(value), False)
+
+
+def _in_rows(run: RunRecord, is_alone: bool) -> Iterator[Score]:
+    path = run.directory / FILE
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if is_alone or row["model"] == "personal"]
+    if len({row["user"] for row in rows}) > FEW:
+        return
+    for row in {(row["model"], row["user"]): row for row in rows}.values():
+        for name in row.keys() - {*NO_SCORES}:
+            if row[name] and math.isfinite(float(row[name])):
+                yield Score(row["user"], name, float(row[name]), row["model"] == "personal")
