@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.predict import trained
-from pfl_ext.algorithms.algorithm import ALGORITHMS
+from pfl_ext.algorithms.algorithm import ALGORITHMS, RunContext
+from pfl_ext.algorithms.clients import Clients
+from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.conftest import classes_file as classes_file
 from tests.benchmarks.conftest import mini_file as mini_file
@@ -82,3 +84,39 @@ def test_what_an_algorithm_says_it_takes_and_leaves_out_is_refused(
     monkeypatch.setattr(ALGORITHMS["confident"], "takes", (section,))
     said = f"federated.algorithm takes {section}, but does not apply it: give Clients the "
     refused(said, "--federated.algorithm=confident", argv, "--model.arch=lenet")
+
+
+@pytest.mark.parametrize(
+    "argv", ["--compression.kind=random_k", "--attack.kind=boost", "--aggregation.kind=median"]
+)
+@pytest.mark.parametrize(
+    "calls, said", [((), "does not begin its rounds of"), (("begin",), "before it ends the last one")]
+)
+def test_stages_that_an_algorithm_does_not_begin_and_end_are_refused(
+    calls: tuple[str, ...],
+    said: str,
+    argv: str,
+    dropped: None,
+    train: Train,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would have another round's draws: an attacker's update would be multiplied by 0 users."""
+    kind: Any = ALGORITHMS["confident"]
+    of_round = kind.round
+
+    def begin(algorithm: Any, context: RunContext) -> None:
+        ServerModelAlgorithm.__init__(algorithm, context)
+        algorithm.stages = context.stages(list(context.model.variable_map))
+        algorithm.clients = Clients(context, loss=algorithm.loss, before=algorithm.stages)
+
+    def round_(algorithm: Any, state: Any, number: int) -> Any:
+        for stage in algorithm.stages if calls else ():
+            stage.begin(number, algorithm.clients.cohort(number))
+        return of_round(algorithm, state, number)
+
+    monkeypatch.setattr(kind, "takes", ("compression", "attack", "aggregation"))
+    monkeypatch.setattr(kind, "__init__", begin)
+    monkeypatch.setattr(kind, "round", round_)
+    train("--federated.algorithm=confident", argv, "--model.arch=lenet", code=2)
+    assert said in capsys.readouterr().err
