@@ -87,7 +87,7 @@ def code_of(arch: str, network: nn.Module) -> dict[str, str]:
         network: its layers.
     """
     layers = {type(layer).__module__ for layer in network.modules()}
-    names = {name for name in layers if name.partition(".")[0] not in PROJECT}
+    names = {name for name in layers if name.partition(".")[0] not in {*PROJECT, "torch", "torchvision"}}
     if arch in NETWORKS.names():
         by, thing = _of(NETWORKS, arch)
         names |= {by, *_modules_of(thing)}
