@@ -12,7 +12,7 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.predict import trained
-from pfl_ext.algorithms.algorithm import ALGORITHMS, register
+from pfl_ext.algorithms.algorithm import ALGORITHMS, RunContext, register
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.fedprox import FedProx
 from pfl_ext.algorithms.own_steps import OwnSteps
@@ -123,3 +123,39 @@ def test_what_an_algorithm_says_it_takes_and_leaves_out_is_refused(
     monkeypatch.setattr(ALGORITHMS["slowmo"], "takes", (section,))
     said = f"federated.algorithm takes {section}, but does not apply it: "
     refused(said, "--federated.algorithm=slowmo", argv, "--model.arch=lenet")
+
+
+@pytest.mark.parametrize(
+    "argv", ["--compression.kind=random_k", "--attack.kind=boost", "--aggregation.kind=median"]
+)
+@pytest.mark.parametrize(
+    "calls, said", [((), "does not begin its rounds of"), (("begin",), "before it ends the last one")]
+)
+def test_stages_that_an_algorithm_does_not_begin_and_end_are_refused(
+    calls: tuple[str, ...],
+    said: str,
+    argv: str,
+    dropped: None,
+    train: Train,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They would have another round's draws: an attacker's update would be multiplied by 0 users."""
+
+    @register("staged")
+    class Staged(ServerModelAlgorithm):
+        takes: ClassVar[tuple[str, ...]] = ("compression", "attack", "aggregation")
+
+        def __init__(self, context: RunContext) -> None:
+            super().__init__(context)
+            self.stages = context.stages(list(context.model.variable_map))
+            self.clients = Clients(context, before=self.stages)
+
+        def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
+            x, cohort = self.clients.weights(), self.clients.cohort(number)
+            for stage in self.stages if calls else ():
+                stage.begin(number, cohort)
+            update, line = self.clients.mean_update(x, cohort, number)
+            return state, {**line, "learning_rate": self.clients.server_step(x, update, number)}
+
+    train("--federated.algorithm=staged", argv, "--model.arch=lenet", code=2)
+    assert said in capsys.readouterr().err

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataset.partitions.drawn import global_state
 from pfl_ext.data.augmented_views import augmented
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.sampling import LocalSampling
@@ -16,6 +17,9 @@ from pfl_ext.models.probing import agree
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.task import WeightedTask
 
+IMAGES = 8
+"""How many images of a batch are compared with each of them alone."""
+
 
 @torch.no_grad()
 def check_losses(
@@ -25,8 +29,8 @@ def check_losses(
 
     In the engine, images of several users go through the network together. In private training, what is
     clipped is each image's own loss. So a task must not mix images. The engine computes a batch's loss as the
-    sum of ``image_losses`` times the shares of ``settled``, whatever ``loss`` says. What a task draws from
-    torch's generator would be other numbers in a run that goes on.
+    sum of ``image_losses`` times the shares of ``settled``, whatever ``loss`` says. What a task draws from a
+    global generator would be other numbers in a run that goes on.
 
     Args:
         module: the network and the task.
@@ -38,10 +42,11 @@ def check_losses(
     Raises:
         ValueError: one line that names the task.
     """
-    task, rows = module.task, np.arange(min(2, int(store.user_offsets[-1])))
+    task, rows = module.task, np.arange(min(IMAGES, int(store.user_offsets[-1])))
     if len(rows) < 2:
         return
-    name, rng, state = type(task).__name__, stream(0, "check of losses"), torch.get_rng_state()
+    name, rng = type(task).__name__, stream(0, "check of losses")
+    states = torch.get_rng_state(), global_state()
     remedy = "privacy and local_privacy to none" if private else "runtime.engine to stock"
     images, annotations = store.read(rows)
     chosen, drawn = augmented(images, rng, sampling.input_size, sampling)
@@ -51,13 +56,15 @@ def check_losses(
         part.to(module.mean.device)
         for part in (torch.from_numpy(chosen), torch.from_numpy(drawn), task.collate(annotations))
     )
-    targets, shares = task.settled(collated)
-    together, alone = module.prepare(x, targets, crops), module.prepare(x[:1], targets[:1], crops[:1])
-    if not all(_agree(one, part[:1]) for one, part in zip(alone, together)):
+    targets = task.settled(collated)[0]
+    each = [module.prepare(*(part[[place]] for part in (x, targets, crops))) for place in range(len(rows))]
+    if not all(map(_agree, map(torch.cat, zip(*each)), module.prepare(x, targets, crops))):
         raise ValueError(
             f"{name}.augment gives an image other pixels or targets if there are other images in its batch, "
             f"and a batch may hold images of several users: change each image by itself, or set {remedy}"
         )
+    x, collated = x[:2], collated[:2]
+    targets, shares = task.settled(collated)
     outputs, targets = module.outputs(x, targets)
     both, single = task.image_losses(outputs, targets), task.image_losses(outputs[:1], targets[:1])
     if both.shape != (2,) or not _agree(single, both[:1]):
@@ -71,9 +78,9 @@ def check_losses(
             f"{name}.loss is not the sum of image_losses times the shares of settled, by which the engine "
             "trains: say in image_losses what an image's loss is, or set runtime.engine to stock"
         )
-    if not state.equal(torch.get_rng_state()):
+    if not states[0].equal(torch.get_rng_state()) or states[1] != global_state():
         raise ValueError(
-            f"{name} draws random numbers from torch's generator, so a resumed run would differ: let them "
+            f"{name} draws random numbers from a global generator, so a resumed run would differ: let them "
             "follow from the crops, which are drawn for each image and step"
         )
 

@@ -33,32 +33,47 @@ DIGITS = 12
 """How much of the SHA-256 a config holds."""
 
 
-def own_code() -> dict[str, str]:
+def own_code(kind: type[TrainingConfig] | None = None) -> dict[str, str]:
     """The SHA-256 of each of the user's files: by module, and by path in a package.
 
-    They are the modules that the user names, and those that these import from the same folder.
+    They are the modules that the user names, that of a benchmark of the user's own with configs of this
+    ``kind``, and those that these import from the same folder.
     """
-    found: dict[str, str] = {}
+    found = {} if kind is None else _of_benchmark(kind)
     for module in own_modules():
         found |= _files(module)
     return found
 
 
 def with_own_code(config: SomeConfig) -> SomeConfig:
-    """The config with the digest of the user's own files that it is computed by; None: it needs none."""
-    if not os.environ.get(OWN):
-        return config if config.own_code is None else dataclasses.replace(config, own_code=None)
-    modules = own_modules()  # which register what they add
-    names = {name for by, thing in _things(config) for name in (by, *_modules_of(thing))}
-    used: dict[str, str] = {}
-    for module in modules:
-        files = _files(module)
-        tops = {name.partition("/")[0].partition(".")[0] for name in files} - PROJECT
-        if names & files.keys() or {name.partition(".")[0] for name in names} & tops:
-            used |= files
+    """The config with the digest of the user's own files that it is computed by; None: it needs none.
+
+    They are of the modules that the user names, and of that of the benchmark, if it is the user's own.
+    """
+    used = _of_benchmark(type(config))
+    if os.environ.get(OWN):
+        modules = own_modules()  # which register what they add
+        names = {name for by, thing in _things(config) for name in (by, *_modules_of(thing))}
+        for module in modules:
+            files = _files(module)
+            tops = {name.partition("/")[0].partition(".")[0] for name in files} - PROJECT
+            if names & files.keys() or {name.partition(".")[0] for name in names} & tops:
+                used |= files
     text = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(used.items()))
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS] if used else None
-    return dataclasses.replace(config, own_code=digest)
+    return config if config.own_code == digest else dataclasses.replace(config, own_code=digest)
+
+
+def _of_benchmark(kind: type[TrainingConfig]) -> dict[str, str]:
+    """The digests of the files of a benchmark outside of this project, by the type of its config."""
+    module = sys.modules.get(kind.__module__)
+    return {} if module is None or _name(module).partition(".")[0] in PROJECT else _files(module)
+
+
+def _name(module: ModuleType) -> str:
+    """The name by which a module is imported, also where it runs as a command."""
+    spec = module.__spec__ if module.__name__ == "__main__" else None
+    return module.__name__ if spec is None else spec.name
 
 
 def code_of(arch: str, network: nn.Module) -> dict[str, str]:
@@ -71,10 +86,8 @@ def code_of(arch: str, network: nn.Module) -> dict[str, str]:
         arch: the network's name.
         network: its layers.
     """
-    names = {type(layer).__module__ for layer in network.modules()}
-    names = {
-        name for name in names if name.partition(".")[0] not in PROJECT
-    }  # these know each other's layers
+    layers = {type(layer).__module__ for layer in network.modules()}
+    names = {name for name in layers if name.partition(".")[0] not in {*PROJECT, "torch", "torchvision"}}
     if arch in NETWORKS.names():
         by, thing = _of(NETWORKS, arch)
         names |= {by, *_modules_of(thing)}
@@ -122,19 +135,19 @@ def _files(module: ModuleType) -> dict[str, str]:
     """The digests of a module's own file, or of its package's, and of what these import from their folder or
     of the modules that the user names."""
     found: dict[str, str] = {}
-    top = sys.modules[module.__name__.partition(".")[0]]
-    if top.__name__ in PROJECT:
-        return {module.__name__: file_digest(Path(str(module.__file__)))}
-    folder, left, seen = _place(top), [top], PROJECT | {top.__name__}
+    top = sys.modules.get(_name(module).partition(".")[0], module)
+    if _name(top) in PROJECT:
+        return {_name(module): file_digest(Path(str(module.__file__)))}
+    folder, left, seen = _place(top), [top], PROJECT | {_name(top)}
     named = {module.__name__.partition(".")[0] for module in own_modules()}
     while left:
         current = left.pop()
         inside = [Path(place) for place in getattr(current, "__path__", ())]
         paths = {
-            f"{current.__name__}/{path.relative_to(of)}": path for of in inside for path in of.rglob("*.py")
+            f"{_name(current)}/{path.relative_to(of)}": path for of in inside for path in of.rglob("*.py")
         }
         if not inside and getattr(current, "__file__", None):
-            paths = {current.__name__: Path(str(current.__file__))}
+            paths = {_name(current): Path(str(current.__file__))}
         for name, path in sorted(paths.items()):
             found[name] = file_digest(path)
             new = sorted(_imported(path) - seen)

@@ -128,9 +128,9 @@ class Recipe:
         """
         each = self.images_per_client or len(classes) // self.num_clients
         drawing = Drawing(classes, self.seed, self.num_clients, each, images)
-        before, drawer = _global_state(), drawers()[self.kind]
+        before, drawer = global_state(), drawers()[self.kind]
         found = drawer(drawing, self.number)
-        if _global_state() != before and not _same(found, drawer(drawing, self.number)):
+        if global_state() != before and not _same(found, drawer(drawing, self.number)):
             raise ValueError(
                 f"the partition {self.kind} draws from a global generator, so each start of a run and each "
                 "worker would have other clients: draw from numpy.random.default_rng(drawing.seed)"
@@ -152,7 +152,7 @@ class Recipe:
         return {"kind": self.kind, "number": self.number, "seed": self.seed}
 
 
-def _global_state() -> tuple[object, ...]:
+def global_state() -> tuple[object, ...]:
     """The state of Python's and numpy's generators that all code shares."""
     return random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002  # nothing is drawn
 

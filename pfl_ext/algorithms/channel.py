@@ -78,6 +78,7 @@ class Channel(Stage):
 
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
+        super().begin(number, cohort)
         self._round, self._turns = number, self._users.later_turns(cohort)
         if self.errors is not None:
             workers = current()
@@ -86,6 +87,7 @@ class Channel(Stage):
 
     def end(self) -> None:
         """End the round; all workers call this."""
+        super().end()
         if self.errors is not None:
             self.errors.end()
 
@@ -95,6 +97,7 @@ class Channel(Stage):
 
         An update that is not finite is sent as it is, and leaves the user's error unchanged.
         """
+        self.check_open()
         turn = turn_of(user, self._turns)
         tensors = [update[name].detach() for name in self._variables.shapes]
         error = None if self.errors is None else self.errors.read(user)

@@ -81,18 +81,21 @@ class SpooledRounds(Stage):
 
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
+        super().begin(number, cohort)
         self._round, self._cohort = number, cohort
         self._places = {user: place for place, user in enumerate(cohort.tolist())}
         self._spool = Spool(len(cohort), self._variables.length, self._folder)
 
     def end(self) -> None:
         """End the round; all workers call this."""
+        super().end()
         del self._spool
 
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Write the update to the file, and put empty tensors in its place into the sum."""
+        self.check_open()
         images = user_context.num_datapoints
         if images:
             place = self._places[self._numbers[str(user_context.user_id)]]

@@ -100,6 +100,7 @@ class Attackers(Stage):
 
     def begin(self, number: int, cohort: IntArray) -> None:
         """Begin round ``number`` of these users; all workers call this."""
+        super().begin(number, cohort)
         self._round, self._cohort_size = number, len(cohort)
         self._turns = self._users.later_turns(cohort)
 
@@ -108,6 +109,7 @@ class Attackers(Stage):
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Replace the update if the user is an attacker."""
+        self.check_open()
         user = self._users.partition.numbers.get(str(user_context.user_id))
         if user is not None and self._bad[user] and user_context.num_datapoints:
             own = [stats[name].detach() for name in self._names]

@@ -129,6 +129,19 @@ def _shifted(z: Tensor, by: int) -> Tensor:
     return z >> by & (1 << 64 - by) - 1
 
 
+def check_rows(keys: Tensor, x: Tensor) -> None:
+    """Refuse a network whose dropout gets other rows than one for each image.
+
+    Raises:
+        ValueError: one line with the numbers.
+    """
+    if len(keys) != len(x):
+        raise ValueError(
+            f"dropout gets {len(x)} rows for {len(keys)} images, as positions are folded into the batch: "
+            "drop where each image has one row, or set model.dropout to false"
+        )
+
+
 class KeyedDropout(nn.Module):
     """Drops with probability p by the keys of `dropping`; without keys, as in evaluation, it drops nothing.
 
@@ -147,7 +160,7 @@ class KeyedDropout(nn.Module):
         keys = keys_of_images()
         if keys is None or not self.p:
             return x
-        assert len(keys) == len(x), "a key for each image"
+        check_rows(keys, x)
         own = {0: x.shape[1:], 1: x.shape[1:2], 2: x.shape[1:1]}[self.wide]
         kept = self._kept(keys, own).view(-1, *own, *[1] * (x.ndim - 1 - len(own)))
         return x * kept.to(x.dtype) * (0.0 if self.p == 1 else 1 / (1 - self.p))

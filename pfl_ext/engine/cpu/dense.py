@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.engine.cpu.kernels import CpuKernels, is_float32
-from pfl_ext.models.dropout import KeyedDropout, keys_of_images
+from pfl_ext.models.dropout import KeyedDropout, check_rows, keys_of_images
 
 FEW_IMAGES = 16
 """Largest size up to which a linear layer is compiled; torch is as fast for larger ones."""
@@ -85,7 +85,7 @@ class Dropout(KeyedDropout):
         keys = keys_of_images()
         if keys is None or not self.p or not is_float32(x) or x.ndim < 2:
             return super().forward(x)
-        assert len(keys) == len(x), "a key for each image"
+        check_rows(keys, x)
         out: Tensor = _Drop.apply(x, keys, self)
         return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +33,16 @@ def mixed_pairs(task: Task, images: Tensor, targets: Tensor, crops: Tensor | Non
     return (x if crops is None else 0.7 * x + 0.3 * x.flip(0)), targets
 
 
+def permuted(task: Task, images: Tensor, targets: Tensor, crops: Tensor | None, framing: Any) -> Any:
+    """Mixup as it is often written, with pairs from numpy's own generator."""
+    x, targets = real("augment")(task, images, targets, crops, framing)
+    return 0.7 * x + 0.3 * x[np.random.permutation(len(x))], targets  # noqa: NPY002
+
+
+def noisy_in_numpy(task: Task, outputs: Tensor, targets: Tensor) -> Any:
+    return real("image_losses")(task, outputs + 1e-6 * np.random.random(), targets)  # noqa: NPY002
+
+
 def smoothed(task: Task, outputs: Tensor, targets: Tensor) -> Any:
     return real("loss")(task, outputs, targets) + 0.1 * outputs.square().mean()
 
@@ -43,6 +54,8 @@ def noisy(task: Task, outputs: Tensor, targets: Tensor) -> Any:
 OWN: dict[str, tuple[str, Callable[..., Any]]] = {
     "MultiLabel.image_losses gives an image another loss": ("image_losses", contrasted),
     "MultiLabel.augment gives an image other pixels or targets": ("augment", mixed_pairs),
+    "MultiLabel.augment gives an image other pixels": ("augment", permuted),
+    "MultiLabel draws random numbers from a": ("image_losses", noisy_in_numpy),
     "MultiLabel.loss is not the sum of image_losses": ("loss", smoothed),
     "MultiLabel draws random numbers": ("image_losses", noisy),
 }

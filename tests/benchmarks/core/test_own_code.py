@@ -129,3 +129,31 @@ def test_features_of_an_edited_network_are_computed_again(
         ]
         assert_close_as_vector(saved(found[0]), saved(found[1]), SINGLE_STEPS)
     assert len(folders(own_file)) == 2
+
+
+def test_an_edited_benchmark_of_ones_own_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task and its images are no choice by name; by its name it is known as a command, too."""
+    folder = tmp_path / "ideas"
+    for name in ("rotation.py", "rotation.yaml"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(Path(__file__).with_name(name), folder / name)
+    (folder / "angles_of_mine.py").write_text("MOST = 45\n")
+    text = (folder / "rotation.py").read_text()
+    (folder / "rotation.py").write_text(f"import angles_of_mine\n{text.partition('import sys')[2]}")
+    monkeypatch.syspath_prepend(str(folder))
+    benchmark = importlib.import_module("rotation").Rotation.benchmark
+    found = [benchmark.parse([]).config.own_code]
+    for name in ("rotation.py", "angles_of_mine.py"):
+        with (folder / name).open("a") as file:
+            file.write("# edited\n")
+        found.append(benchmark.parse([]).config.own_code)
+    assert None not in found
+    assert len(set(found)) == 3
+    module = sys.modules.pop("rotation")
+    monkeypatch.setattr(module, "__name__", "__main__")
+    monkeypatch.setattr(module.Config, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    assert benchmark.parse([]).config.own_code == found[-1]
+    sys.modules.pop("angles_of_mine")

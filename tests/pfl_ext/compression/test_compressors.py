@@ -220,6 +220,7 @@ def test_a_user_who_comes_twice_has_draws_of_its_own_each_time(stage: str) -> No
             of_user: Any = SimpleNamespace(user_id=f"user-{user}", num_datapoints=4)
             stats, _ = channel.postprocess_one_user(stats=stats, user_context=of_user)
             found.append(flat([stats[name] for name in names]))
+        channel.end()
         return found
 
     first, other, second = sent(0, 1, 0)

@@ -14,6 +14,7 @@ from torchvision.ops import StochasticDepth
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.transforms import draw_crops, draw_keys
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cpu.dense import Dropout
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.dropout import (
@@ -99,6 +100,16 @@ def test_an_image_loses_the_same_units_whoever_is_beside_it() -> None:
     whole = kept(layer, (9, 50), crops)
     assert torch.equal(kept(layer, (3, 50), crops[[7, 2, 5]]), whole[[7, 2, 5]])
     assert not torch.equal(whole[0], whole[1])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_are_no_images_are_refused_in_one_line(compiled: bool) -> None:
+    """A network of one's own may fold positions into the batch."""
+    layer: Any = KeyedDropout(0.5, 0)
+    if compiled:
+        layer = Dropout(layer, Any)  # type: ignore[arg-type]  # it is refused before a kernel is called
+    with dropping(crops_of(2)), pytest.raises(ValueError, match="dropout gets 6 rows for 2 images"):
+        layer(torch.ones(6, 3))
 
 
 @pytest.mark.parametrize("p, left", [(0.0, 1.0), (1.0, 0.0)])
