@@ -38,14 +38,13 @@ from benchmarks.core.network import network_words
 from benchmarks.core.own_code import own_code
 from benchmarks.core.private_data import check_private_data
 from benchmarks.core.recorder import Checkpoints, Recorder
-from benchmarks.core.run_directory import RunDirectory, directory_of
+from benchmarks.core.run_directory import RunDirectory, directory_of, usable
 from benchmarks.core.said_once import said_once
 from benchmarks.core.secret import statement_path
 from benchmarks.core.tracking import Tracking
 from benchmarks.reporting.tables import text_table
-from dataset.cli import held, refuse_broken_link
+from dataset.cli import held
 from dataset.files import OWN, file_digest, own_modules, write_json
-from dataset.pages import clean
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
 from dataset.store.validate import check_columns
@@ -153,7 +152,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
     config = run.config
     if config.mode == "centralised" and current() is not None:
         raise ValueError("centralised training runs in a single process: start it without a launcher (NP=1)")
-    directory = _usable(Path(from_main(str(directory_of(run, data_path)) if is_main() else None)))
+    directory = usable(Path(from_main(str(directory_of(run, data_path)) if is_main() else None)))
     if is_main():
         probe(data_path)
     with DataFile(data_path, check_images=config.is_private) as file:  # whose noise is for these images
@@ -177,16 +176,6 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
         _show(experiment, results, directory)
         if had_ended:
             print("to train it again, choose another run directory")
-
-
-def _usable(directory: Path) -> Path:
-    """The path of a run directory, if it is or can become one."""
-    refuse_broken_link("--run_dir", directory)
-    if str(directory) != str(directory).encode(errors="replace").decode():
-        raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"--run_dir {directory} is a file: choose another folder")
-    return directory
 
 
 def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:

@@ -13,7 +13,9 @@ from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import config_tree, digest, short_digest, tree_digest
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
+from dataset.cli import refuse_broken_link
 from dataset.files import sync, write_bytes, write_json, written
+from dataset.pages import clean
 from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import previous, read_json
 from pfl_ext.models.config import ALL_TARGETS, CALLED
@@ -43,6 +45,20 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
         if tree["model"]["trained"] == "lora":  # the default is not what older runs did, so both are shown
             tree["model"].setdefault("lora_targets", CALLED)
     return differences(old, new)
+
+
+def usable(directory: Path) -> Path:
+    """The path of a run directory.
+
+    Raises:
+        ValueError: where it cannot be one.
+    """
+    refuse_broken_link("--run_dir", directory)
+    if str(directory) != str(directory).encode(errors="replace").decode():
+        raise ValueError(f"--run_dir {clean(directory)} has letters that are not UTF-8: choose another name")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--run_dir {directory} is a file: choose another folder")
+    return directory
 
 
 def directory_of(run: AnyRun, data_path: Path) -> Path:

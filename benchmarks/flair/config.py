@@ -154,11 +154,7 @@ def idle(config: Config) -> Iterator[Idle]:
 
 
 def check(config: Config) -> None:
-    """Refuse combinations that no run could mean.
-
-    Raises:
-        ValueError: one line that names the key and what to do.
-    """
+    """Refuse combinations that no run could mean."""
     check_training(config)
     if config.evaluation.best_by == "accuracy" and config.data.binary_label is None:
         raise ValueError(

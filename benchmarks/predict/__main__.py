@@ -129,11 +129,7 @@ def _files(paths: Sequence[Path], apart: bool) -> dict[Path, Path]:
 
 
 def _check_output(output: Path, model: Trained, inputs: Iterable[Path], overwrite: bool) -> None:
-    """Refuse a file that this command reads, or that exists and is not to be replaced.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuse a file that this command reads, or that exists and is not to be replaced."""
     of_run = (model.record.directory / name for name in OF_RUN)
     for path in (*inputs, *of_run):
         if output.exists() and path.exists() and output.samefile(path):
@@ -142,11 +138,7 @@ def _check_output(output: Path, model: Trained, inputs: Iterable[Path], overwrit
 
 
 def _check_masks(output: Path, places: Iterable[Path], inputs: Iterable[Path], overwrite: bool) -> None:
-    """Refuse a folder in which a mask would replace an image that is read; or any file, if not allowed to.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuse a folder in which a mask would replace an image that is read; or any file, if not allowed to."""
     output_folder("--output", output)
     read = {(found.st_dev, found.st_ino) for found in (path.stat() for path in inputs if path.exists())}
     there = [target for place in places if os.path.lexists(target := mask_file(output, place))]

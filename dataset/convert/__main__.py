@@ -27,7 +27,7 @@ from dataset.convert import folder, hf, leaf, npz, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
 from dataset.convert.splits import OTHERS, Dealing
-from dataset.convert.text import Names, lines, read_classes, say_splits, shown
+from dataset.convert.text import Names, lines, read_classes, say_splits
 from dataset.preprocess import SIDE, UPRIGHT, Options, make, side_or_own
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import BACKGROUNDS, Transcoding
@@ -37,7 +37,6 @@ SHARE = 0.1
 """Share of the users, or of each user's images, for val, and for test, where the source has no splits."""
 ISIC = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 """The columns of FLamby's CSV that have the names of the classes, in their order."""
-SEVERAL = ";"
 
 
 def _parser() -> OneLineParser:
@@ -105,19 +104,20 @@ def _folder(arguments: argparse.Namespace) -> Found:
     labels of an image stand in columns labels and fine_labels, with a semicolon between them.
     """
     images, names = Folder("--images", arguments.images), {"labels": Names(_classes(arguments))}
+    given = {key: getattr(arguments, f"{key}_column") for key in ("path", "client", "label", "split", "fine")}
     if arguments.labels is None:
-        for name in ("path", "client", "label", "split", "fine"):
-            if getattr(arguments, f"{name}_column") is not None:
-                raise ValueError(f"--{name}_column needs --labels: add --labels FILE, or leave it out")
+        for key, column in given.items():
+            if column is not None:
+                raise ValueError(f"--{key}_column needs --labels: add --labels FILE, or leave it out")
         return folder.walked(images, names)
     table = input_file("--labels", arguments.labels)
-    columns = _columns(arguments, table, header_of(lines(table), table))
+    columns = folder.columns_of(table, given, arguments.several)
     if unread := folder.unread_columns(table, columns):
         print(f"{table}: these columns are not read: {', '.join(unread)}"[:400], file=sys.stderr)
     if columns.fine:
         names["fine_grained_labels"] = Names()
     found = folder.listed(images, [(table, None)], columns, names)
-    many = [name for name in names["labels"].vocabulary() if SEVERAL in name]
+    many = [name for name in names["labels"].vocabulary() if folder.SEVERAL in name]
     if many and not columns.separator:
         print(
             f"{len(many):,} class names contain a semicolon, such as {many[0]!r}: if each of them lists "
@@ -125,36 +125,6 @@ def _folder(arguments: argparse.Namespace) -> Found:
             file=sys.stderr,
         )
     return found
-
-
-def _columns(arguments: argparse.Namespace, table: Path, header: Sequence[str]) -> folder.Columns:
-    """The CSV's columns, by the options or by their usual names.
-
-    Raises:
-        ValueError: when it lacks one.
-    """
-    by_header = arguments.label_column is None and "labels" in header and "label" not in header
-    several = arguments.several or by_header
-    plural = "labels" if several else "label"
-    fine = f"fine_{plural}"
-    columns = folder.Columns(
-        arguments.path_column or "path",
-        arguments.client_column or "client",
-        arguments.label_column or plural,
-        arguments.split_column or ("split" if "split" in header else ""),
-        arguments.fine_column or (fine if fine in header else ""),
-        SEVERAL if several else "",
-    )
-    asked = {"path": columns.path, "client": columns.client, "label": columns.label}
-    if (
-        header
-        and len(set(header)) == len(header)
-        and (lacking := [name for name in asked.values() if name not in header])
-    ):
-        which = ", ".join(f"--{key}_column" for key, name in asked.items() if name in lacking)
-        has = ", ".join(map(shown, header))[:200]
-        raise ValueError(f"{table} has no column {lacking[0]!r}; it has {has}: give its name with {which}")
-    return columns
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:

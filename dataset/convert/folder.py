@@ -15,6 +15,8 @@ from dataset.store.annotations import Kind
 from dataset.store.index import SPLIT_NAMES, TAXONOMIES
 from dataset.tables import header_of, rows_of
 
+SEVERAL = ";"
+"""What stands between several labels of an image."""
 _RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
 
 
@@ -37,6 +39,36 @@ class Columns:
     split: str = ""
     fine: str = ""
     separator: str = ""
+
+
+def columns_of(table: Path, given: Mapping[str, str | None], several: bool) -> Columns:
+    """The columns of a CSV.
+
+    Args:
+        table: the CSV.
+        given: names of the columns path, client, label, split and fine; None: the usual name.
+        several: whether an image has several labels, as also where its column is ``labels``.
+
+    Raises:
+        ValueError: when the CSV lacks one.
+    """
+    header = header_of(lines(table), table)
+    several = several or (given["label"] is None and "labels" in header and "label" not in header)
+    label = "labels" if several else "label"
+    fine = f"fine_{label}"
+    asked = {"path": given["path"] or "path", "client": given["client"] or "client"}
+    asked["label"] = given["label"] or label
+    lacking = [name for name in asked.values() if name not in header]
+    if lacking and header and len(set(header)) == len(header):
+        which = ", ".join(f"--{key}_column" for key, name in asked.items() if name in lacking)
+        has = ", ".join(map(shown, header))[:200]
+        raise ValueError(f"{table} has no column {lacking[0]!r}; it has {has}: give its name with {which}")
+    return Columns(
+        **asked,
+        split=given["split"] or ("split" if "split" in header else ""),
+        fine=given["fine"] or (fine if fine in header else ""),
+        separator=SEVERAL if several else "",
+    )
 
 
 def _kinds(fine: bool, separator: str) -> dict[str, Kind]:

@@ -109,11 +109,7 @@ class ClosedForm(Algorithm[Sums]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse to train other layers than the last, and rounds that do not ask each user exactly once.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse to train other layers than the last, and rounds that do not ask each user exactly once."""
         name = cls.__name__
         backbone = setup.module.backbone
         path, head = head_of(backbone)

@@ -107,11 +107,7 @@ class WithControls(OnPfl):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse users' vectors that need more disk than allowed.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse users' vectors that need more disk than allowed."""
         state, most = cls.state_bytes(setup) / 1e9, setup.options.max_state_gb
         if state > most:
             raise ValueError(

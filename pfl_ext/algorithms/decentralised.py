@@ -127,11 +127,7 @@ class Decentralised(Algorithm[Models]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse models that do not fit in memory, and a graph that does not exist.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse models that do not fit in memory, and a graph that does not exist."""
         n, name = setup.cohort_size, cls.__name__
         if n > setup.users.num_users:  # also where cohorts may be drawn with replacement
             raise ValueError(

@@ -48,11 +48,7 @@ class DSGD(Decentralised):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse options that the graph does not read.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse options that the graph does not read."""
         options: DSGDOptions = setup.options
         if options.probability is not None and options.graph != "erdos_renyi":
             raise ValueError(

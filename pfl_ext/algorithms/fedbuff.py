@@ -126,9 +126,6 @@ class FedBuff(Algorithm[Buffered]):
     def check(cls, setup: Setup) -> None:
         """Refuse a run without a clock, with keys of ``devices`` about cohorts, with more concurrent users
         than there are, or with versions that do not fit in memory.
-
-        Raises:
-            ValueError: one line.
         """
         devices, plain = setup.devices, DevicesConfig()
         if devices is None or not devices.has_clock:

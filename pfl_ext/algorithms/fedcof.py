@@ -58,11 +58,7 @@ class FedCOF(ClosedForm):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `ClosedForm` refuses, and images with several labels.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse what `ClosedForm` refuses, and images with several labels."""
         super().check(setup)
         if not setup.module.task.exclusive:
             raise ValueError("FedCOF needs images with exactly one label each: choose fed3r or fedncm")

@@ -144,9 +144,6 @@ class FedGKT(Algorithm[GKTState]):
     def check(cls, setup: Setup) -> None:
         """Refuse networks that cannot be cut, options that one side cannot compute alone, a temperature of no
         term, and a state that does not fit in memory.
-
-        Raises:
-            ValueError: one line with the reason.
         """
         module, users, n = setup.module, setup.users, setup.cohort_size
         if not setup.options.alpha and setup.options.temperature != FedGKTOptions.temperature:

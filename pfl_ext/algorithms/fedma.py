@@ -120,11 +120,7 @@ class FedMA(Algorithm[list[Weights]]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse idle options, other layers, incomplete passes, and networks that do not fit in memory.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse idle options, other layers, incomplete passes, and networks that do not fit in memory."""
         options: FedMAOptions = setup.options
         for field in fields(Belief):
             if not options.room and getattr(options, field.name) != field.default:

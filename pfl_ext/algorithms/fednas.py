@@ -91,11 +91,7 @@ class FedNAS(Algorithm[Weights]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a network or options with which not all weights are searched over all images.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse a network or options with which not all weights are searched over all images."""
         backbone = setup.module.backbone
         if not isinstance(backbone, SearchNetwork):
             raise ValueError(

@@ -91,11 +91,7 @@ class FedNova(OnPfl):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse steps of unknown length, and a proximal term whose pull differs between layers.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse steps of unknown length, and a proximal term whose pull differs between layers."""
         if not setup.is_sgd:
             raise ValueError(
                 "FedNova divides by the sum of the weights that steps of sgd give to gradients: set "

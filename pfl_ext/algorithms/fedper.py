@@ -58,11 +58,7 @@ class FedPer(Personalised):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `Personalised` refuses, and users who share nothing unless all is said to be personal.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse what `Personalised` refuses, and users who share nothing unless ``personal`` is all."""
         super().check(setup)
         alone = getattr(setup.options, "personal", None) == "all"
         if not alone and not cls.shared_names(setup.module, setup.options):

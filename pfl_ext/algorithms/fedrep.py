@@ -50,11 +50,7 @@ class FedRep(FedPer):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `FedPer` refuses, and options of the first phase without personal variables.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse what `FedPer` refuses, and options of the first phase without personal variables."""
         super().check(setup)
         options = setup.options
         for key in ("personal_epochs", "personal_learning_rate"):

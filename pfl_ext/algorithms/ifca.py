@@ -125,9 +125,6 @@ class Ifca(Algorithm[Clusters]):
     def check(cls, setup: Setup) -> None:
         """Refuse models that share all or nothing, that would be equal, or that do not fit in memory;
         scores of no images; and errors of compression, which would go from one model into another.
-
-        Raises:
-            ValueError: one line with the reason.
         """
         options, names = setup.options, own_names(setup.module, setup.options.shared)
         if options.shared == "encoder" and len(names) in (0, len(trained_names(setup.module))):

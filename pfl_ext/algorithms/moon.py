@@ -78,9 +78,6 @@ class Moon(Personalised):
     def check(cls, setup: Setup) -> None:
         """Refuse what `Personalised` refuses, a temperature of no term, and networks without features that
         training changes.
-
-        Raises:
-            ValueError: one line with the reason.
         """
         super().check(setup)
         if not setup.options.mu and setup.options.temperature != MoonOptions.temperature:

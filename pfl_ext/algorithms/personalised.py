@@ -158,9 +158,6 @@ class Personalised(ServerModelAlgorithm):
     def check(cls, setup: Setup) -> None:
         """Refuse a network without variables to keep, scores of no images, and states that need more disk
         than is allowed.
-
-        Raises:
-            ValueError: one line with the reason.
         """
         check_scored(setup.options)
         state, most = cls.state_bytes(setup), setup.options.max_state_gb

@@ -73,11 +73,7 @@ class PFedMe(Personalised):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `Personalised` refuses, and a separate learning rate for the head.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse what `Personalised` refuses, and a separate learning rate for the head."""
         super().check(setup)
         if setup.rate_keys:
             raise ValueError(

@@ -52,11 +52,7 @@ class PushSum(Decentralised):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse options that the graph does not read.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse options that the graph does not read."""
         options: PushSumOptions = setup.options
         if options.out_degree is not None and options.graph != "random":
             raise ValueError(

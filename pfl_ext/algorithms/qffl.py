@@ -56,9 +56,6 @@ class QFFL(ByLoss):
     def check(cls, setup: Setup) -> None:
         """Refuse L = none where 1 over the learning rate is not the same L for all weights and steps, and an
         L without effect.
-
-        Raises:
-            ValueError: one line with the reason.
         """
         if not setup.options.q:
             if setup.options.lipschitz is not None:

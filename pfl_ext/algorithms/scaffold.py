@@ -181,9 +181,6 @@ class Scaffold(WithControls):
     def check(cls, setup: Setup) -> None:
         """Refuse users' states that need more disk than allowed, other steps than those of SGD, and option I
         with a virtual clock, or with momentum that does not act on the correction.
-
-        Raises:
-            ValueError: one line with the reason.
         """
         if not setup.is_sgd:
             raise ValueError(

@@ -215,11 +215,7 @@ class SecureAggregation(SecureSum):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what `SecureSum` refuses, and rounds that would lose too many users for a sum.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse what `SecureSum` refuses, and rounds that would lose too many users for a sum."""
         super().check(setup)
         users, degree = setup.cohort_size, degree_of(setup)
         left = users - rounded_down(setup.options.drop_out, users)

@@ -100,11 +100,7 @@ class Split(Algorithm[SplitState]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks that cannot be cut, and options that need more than activations and gradients.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse networks that cannot be cut, and options that need more than activations and gradients."""
         options, module = setup.options, setup.module
         if not all(p.requires_grad for p in module.backbone.parameters()):
             raise ValueError("split trains all layers: set model.trained to all")

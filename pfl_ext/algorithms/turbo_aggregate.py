@@ -204,9 +204,6 @@ class TurboAggregate(SecureSum):
     def check(cls, setup: Setup) -> None:
         """Refuse what `SecureSum` refuses, groups that are too small, `lost_of` without effect, and
         runs that would lose every round.
-
-        Raises:
-            ValueError: one line with the reason.
         """
         super().check(setup)
         options, users = setup.options, setup.cohort_size

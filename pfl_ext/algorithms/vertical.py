@@ -64,11 +64,7 @@ class Vertical(Algorithm[Weights]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse networks without parties, and augmentation that would show a party another's pixels.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+        """Refuse networks without parties, and augmentation that would show a party another's pixels."""
         users = setup.users
         if not isinstance(setup.module.backbone, PartyNetworks):
             raise ValueError(

@@ -16,7 +16,7 @@ from benchmarks.core.config.updates import check_updates, counts_alike
 from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.attacks.attack import HONEST
 from pfl_ext.compression.compressor import PLAIN
-from pfl_ext.models.config import ON_FEATURES
+from pfl_ext.models.config import ON_FEATURES, ModelConfig
 from pfl_ext.models.decoders import outputs_of
 from pfl_ext.models.small import network_keys
 from pfl_ext.rules import refuse
@@ -109,19 +109,23 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if not draws_crops(config):
         because = "augment.flip is none and crops are whole images"
         yield Idle("augment.views", because, "choose a flip or a crop")
+    yield from _idle_in_model(config.model)
+
+
+def _idle_in_model(model: ModelConfig) -> Iterator[Idle]:
     for key, names in network_keys().items():
-        if config.model.arch not in names:
-            because = f"model.arch is {config.model.arch}"
+        if model.arch not in names:
+            because = f"model.arch is {model.arch}"
             yield Idle(f"model.{key}", because, f"set model.arch to {' or '.join(names)}")
-    if config.model.random_features is None:
+    if model.random_features is None:
         because = "model.random_features is none"
         yield Idle("model.random_features_width", because, "give model.random_features")
-    if config.model.channel_norm == "data":
+    if model.channel_norm == "data":
         yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
     # the decoder of a network for pixels is new, and has norms of these groups
-    if config.model.has_fixed_statistics and outputs_of(config.model.arch) != "pixels":
+    if model.has_fixed_statistics and outputs_of(model.arch) != "pixels":
         yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
-    if not config.model.pretrained:
+    if not model.pretrained:
         keys = "model.norm model.weights_sha256 model.keep_head"
         yield Idle(keys, "model.pretrained is false", "set model.pretrained to true")
 

@@ -116,11 +116,7 @@ RECIPES: Mapping[str, Tree] = {
 
 
 def check(config: Config) -> None:
-    """Refuse combinations that no run could mean.
-
-    Raises:
-        ValueError: one line that names the key and what to do.
-    """
+    """Refuse combinations that no run could mean."""
     check_clients(config)
     if config.augment.padding == "reflect":
         raise ValueError(
