@@ -38,6 +38,7 @@ from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import results, weights
 from tests.benchmarks.sparing import run_into
+from tests.dropped import lesions
 
 SPEC = replace(
     TINY, image_size=16, train_users=8, val_users=3, test_users=3, coarse_labels=1, num_fine_labels=17
@@ -154,6 +155,16 @@ def test_the_score_that_chose_the_model_is_shown_and_tabulated(
     assert cells[r"Dice on test (\%)"] == f"{dice:.2f}"
     assert [head for head in heads if "users'" in head] == [r"worst decile, users' Dice, new (\%)"]
     assert compare([train(name="other")]).headline == ("mIoU",)
+
+
+def test_a_benchmark_of_ones_own_has_one_more_score(masks_file: Path, tmp_path: Path, train: Train) -> None:
+    """The example of docs/extending.md."""
+    directory = run_into(lesions.main, tmp_path / "own", f"--data_path={masks_file}", *SMALL)
+    found, plain = results(directory), results(train())
+    assert list(found["test"]) == [*plain["test"], "balanced"]
+    assert found["test"]["Dice"] == plain["test"]["Dice"], "its task knows the background, too"
+    last = [[*found[key].values()][-1] for key in ("per_class_sensitivity", "per_class_specificity")]
+    assert found["test"]["balanced"] == pytest.approx(np.mean(last))
 
 
 def test_each_user_has_a_row_in_a_table_for_a_paper(train: Train) -> None:
