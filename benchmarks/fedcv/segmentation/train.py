@@ -43,7 +43,7 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
 
     benchmark = SEGMENTATION
     headline = Segmentation.headline
-    scores = ("loss", "mIoU", "Dice", "fwIoU", "pixel accuracy", "class accuracy")
+    scores = ("loss", "mIoU", "Dice", "Dice per image", "fwIoU", "pixel accuracy", "class accuracy")
     view_of, mini = MaskView, Mini(SMALLER, mini_file(SMALLER, "-masks"), write_masked)
 
     @classmethod

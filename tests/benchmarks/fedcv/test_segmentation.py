@@ -192,6 +192,8 @@ def test_test_users_are_scored_one_by_one_if_asked_for(
     assert len(whole["user_ids"]) == found["per_user"]["users"] == 3
     accuracy = np.average(whole["pixel accuracy"], weights=whole["images"])  # each pixel has a class
     assert accuracy == pytest.approx(found["test"]["pixel accuracy"], abs=1e-3)
+    images = np.average(whole["Dice per image"], weights=whole["images"])  # each image has an object
+    assert images == pytest.approx(found["test"]["Dice per image"], abs=1e-3)
     assert found["per_user"]["quantiles"]["mIoU"]["mean"] == pytest.approx(np.mean(whole["mIoU"]), abs=1e-3)
     assert "mean of 3 test users" in capsys.readouterr().out
     (group,) = found["clients"].values()
@@ -262,7 +264,10 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
-        (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU', 'Dice' or 'last'"),
+        (
+            ["--evaluation.best_by=accuracy"],
+            "input should be 'loss', 'mIoU', 'Dice', 'Dice per image' or 'last'",
+        ),
         ([*LITE, "--model.normalisation=imagenet"], "set it to efficientnet_lite"),
         *(
             ([f"--federated.algorithm={name}"], "ends in a convolution")
