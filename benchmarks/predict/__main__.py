@@ -49,7 +49,7 @@ from benchmarks.predict.writing import (
 from dataset.arrays import IntArray
 from dataset.cli import input_file, output_file, output_folder
 from dataset.cli import run as run_command
-from dataset.convert.folder import IMAGE_SUFFIXES
+from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.files import replacing
 from dataset.journal import only_writer
 from dataset.store.hdf5 import DataFile

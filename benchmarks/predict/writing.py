@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 from torch import Tensor
 
-from dataset.convert.folder import IMAGE_SUFFIXES
+from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.files import write_bytes
 from pfl_ext.tasks.detection_scores import CLASS, NO_BOX, SCORE
 
