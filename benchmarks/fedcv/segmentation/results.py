@@ -59,6 +59,6 @@ def draw_masks(view: AnnotatedView, model: PyTorchModel, title: str, directory: 
 
     if not is_main():
         return
-    pixels, truth, outputs = shown(view, model)
+    pixels, truth, outputs, users = shown(view, model)
     found, path = outputs.argmax(1).cpu().numpy(), directory / "plots" / "masks.png"
-    pictures.masks(pixels, truth.cpu().numpy(), found, view.label_names, title, path)
+    pictures.masks(pixels, truth.cpu().numpy(), found, view.label_names, title, path, users)
