@@ -82,8 +82,8 @@ def _check_users(experiment: Experiment[Any], trained: Set[str]) -> None:
         if both:
             raise ValueError(
                 f"privacy protects a user with all its images, but {len(both):,} users of {name} are "
-                f"also in train, for example {owner(both[0], trained)}: split by users (python -m "
-                "dataset.convert --split_by users), or choose a data.partition"
+                f"also in train, for example {owner(both[0], trained)}: make the file again with each user "
+                "in one split, or choose a data.partition, whose clients are then protected"
             )
 
 

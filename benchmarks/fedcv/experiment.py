@@ -145,15 +145,17 @@ def partition_facts(view: AnnotatedView) -> Tree:
 
 
 @torch.no_grad()
-def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[Float32Array, Tensor, Tensor]:
+def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[Float32Array, Tensor, Tensor, list[str]]:
     """The first images of the first test users as the network sees them, for a picture, ``[n, S, S, 3]`` in
-    0..1; their targets; and the network's outputs."""
+    0..1; their targets; the network's outputs; and their users."""
     store, module, device = view.split("test"), model.pytorch_model, get_default_device()
-    images, targets = (torch.from_numpy(part).to(device) for part in store.read(_shown_rows(store)))
+    rows = _shown_rows(store)
+    images, targets = (torch.from_numpy(part).to(device) for part in store.read(rows))
     with autocast_of(model):
         outputs, truth = module.outputs(images, targets)
     pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
-    return pixels.cpu().numpy(), truth, outputs.float()
+    users = np.searchsorted(store.user_offsets, rows, side="right") - 1
+    return pixels.cpu().numpy(), truth, outputs.float(), [store.user_ids[user] for user in users]
 
 
 def _shown_rows(store: ImageStore) -> IntArray:

@@ -29,6 +29,8 @@ LEGEND_LINE = 0.19
 """Height of a line of the legend, in inches."""
 WIDTH = 5.4
 """Width of a picture, in inches."""
+MOST_LETTERS = 20
+"""Letters of a user's name beside an image."""
 
 
 def masks(
@@ -38,6 +40,7 @@ def masks(
     names: Sequence[str],
     title: str,
     path: Path,
+    users: Sequence[str] = (),
 ) -> None:
     """A row for each image: the image, its mask and the predicted mask; pixels without a class are white.
 
@@ -48,11 +51,12 @@ def masks(
         names: of the classes.
         title: of the picture.
         path: of the file.
+        users: whose each image is, to be written beside it.
     """
     palette = mask_palette(len(names)) / 255
     found = {*np.unique(truth).tolist(), *np.unique(predicted).tolist()}
     rows = list(zip(images, palette[truth], palette[predicted]))
-    figure, _ = _panels(rows, ("image", "mask", "predicted"))
+    figure, _ = _panels(rows, ("image", "mask", "predicted"), users)
     if VOID in found:
         void: dict[str, Any] = {"color": "white", "markeredgecolor": "black", "markeredgewidth": 0.6}
         figure.axes[0].plot([], [], "s", **void, label="no class")
@@ -66,6 +70,7 @@ def boxes(
     names: Sequence[str],
     title: str,
     path: Path,
+    users: Sequence[str] = (),
 ) -> None:
     """A row for each image: with its boxes, and with the predicted boxes whose score is at least `SURE`.
 
@@ -76,9 +81,11 @@ def boxes(
         names: of the classes.
         title: of the picture.
         path: of the file.
+        users: whose each image is, to be written beside it.
     """
     palette = _palette(len(names))
-    figure, panels = _panels([(image, image) for image in images], ("truth", f"predicted, score from {SURE}"))
+    heads = "truth", f"predicted, score from {SURE}"
+    figure, panels = _panels([(image, image) for image in images], heads, users)
     shown = set()
     for row, (true, found) in zip(panels, zip(truth, predicted)):
         for axes, drawn in zip(row, (true, found[found[:, 5] >= SURE])):
@@ -108,8 +115,10 @@ def _palette(number: int) -> FloatArray:
     return colours
 
 
-def _panels(rows: Sequence[Sequence[Any]], heads: Sequence[str]) -> tuple[Figure, npt.NDArray[Any]]:
-    """A figure with these pictures in rows under their heads, and its axes."""
+def _panels(
+    rows: Sequence[Sequence[Any]], heads: Sequence[str], users: Sequence[str]
+) -> tuple[Figure, npt.NDArray[Any]]:
+    """A figure with these pictures in rows, beside their users and under their heads, and its axes."""
     height = 0.8 + (WIDTH / len(heads) - 0.1) * len(rows)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     panels = figure.subplots(len(rows), len(heads), squeeze=False)
@@ -121,6 +130,8 @@ def _panels(rows: Sequence[Sequence[Any]], heads: Sequence[str]) -> tuple[Figure
             axes.set_yticks([])
     for axes, head in zip(panels[0], heads):
         axes.set_title(head, fontsize="medium")
+    for axes, user in zip(panels[:, 0], users):
+        axes.set_ylabel(user if len(user) <= MOST_LETTERS else f"{user[:MOST_LETTERS]}...", fontsize="small")
     return figure, panels
 
 

@@ -143,8 +143,8 @@ def over_seeds(
     for rank, (point, words) in enumerate(zip(order, cells), 1):
         scores = [row.score for row in points[point]]
         tests = [row.test for row in points[point]]
-        means = *_mean_and_std(scores, ".4g"), *_mean_and_std(tests, f".{digits}f")
-        out.append([str(rank), *words, str(len(scores)), *means])
+        found = [*_mean_and_std(scores, ".4g"), *_mean_and_std(tests, f".{digits}f")]
+        out.append([str(rank), *words, str(len(scores)), *found])
     return out
 
 

@@ -64,7 +64,10 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         "file", type=Path, help="the data file, as make flair-data or python -m dataset.convert writes it"
     )
     parser.add_argument(
-        "--output", "--output_file", type=Path, help="the page; by default FILE with the suffix .html"
+        "--output",
+        "--output_file",
+        type=Path,
+        help="the page; by default FILE's name with .html, in this folder",
     )
     parser.add_argument("--split", default=PARTITIONED, help="train, val or test (default: train)")
     parser.add_argument(

@@ -22,6 +22,8 @@ from pfl_ext.tasks.task import Task, mean_of_known
 
 VOID = 255
 """The class number of pixels that belong to no class; they have no loss and no score."""
+UNITS = 1 << 30
+"""Dice scores of images are added up in whole numbers of 1 / UNITS, so that a sum has no order."""
 DIGIT, DIGITS = 12, 5
 """Bits of a digit of a count, and number of digits, when counts are sent as float32: see `Confusion`."""
 
@@ -102,29 +104,47 @@ class Segmentation(Task):
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
     ) -> Confusion:
-        """The sum of the images' counts."""
-        counts = np.zeros((self.num_classes, self.num_classes + 1), np.int64)
+        """The sum of the images' counts, and of their Dice scores."""
+        total = Confusion(np.zeros((self.num_classes, self.num_classes + 1), np.int64))
         for part in predictions:
-            counts += part.sum(0).cpu().numpy()
-        return Confusion(counts)
+            counts = part.cpu().numpy()
+            total += Confusion(counts.sum(0), *self._dice_of_images(counts))
+        return total
+
+    def _dice_of_images(self, counts: IntArray) -> tuple[int, int]:
+        """The sum of the Dice scores of images in units of 1 / `UNITS`, and how many images have one, from
+        counts ``[B, C, C + 1]``. An image's score is the mean over the classes that are in its truth or
+        predicted, without the background."""
+        first = int(self.background)
+        right = counts.diagonal(axis1=1, axis2=2)[:, first:]
+        areas = (counts.sum(2) + counts[:, :, :-1].sum(1))[:, first:]
+        classes = (areas > 0).sum(1)
+        scores = (2 * right / np.maximum(areas, 1)).sum(1)[classes > 0] / classes[classes > 0]
+        return int(np.rint(scores * UNITS).astype(np.int64).sum()), len(scores)
 
     def summarise(self, statistics: Confusion) -> dict[str, float]:
-        """Percent: ``mIoU``, ``Dice``, ``fwIoU``, ``pixel accuracy``, ``class accuracy``: see `Confusion`."""
+        """Percent: ``mIoU``, ``Dice``, ``Dice per image`` and others: see `Confusion`."""
         return {
             "mIoU": 100 * statistics.overall_value,
             "Dice": 100 * mean_of_known(self._dice_of_objects(statistics)),
+            "Dice per image": 100 * statistics.dice_of_images,
             "fwIoU": 100 * statistics.weighted_iou,
             "pixel accuracy": 100 * statistics.accuracy,
             "class accuracy": 100 * mean_of_known(statistics.recall),
         }
 
     def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
-        """NaN for a user whose masks are all void, and as Dice if there is no object, true or predicted."""
-        found = self.statistics(len(predictions), np.arange(len(predictions)), [predictions], [annotations])
-        columns = self.summarise(found)
-        if np.isnan(self._dice_of_objects(found)).all():
-            columns["Dice"] = float("nan")
-        return columns if found.counts.any() else dict.fromkeys(columns, float("nan"))
+        """`user_summary` of the user's images."""
+        rows = np.arange(len(predictions))
+        return self.user_summary(self.statistics(len(rows), rows, [predictions], [annotations]))
+
+    def user_summary(self, statistics: Confusion) -> dict[str, float]:
+        """`summarise` for one user. NaN if all masks are void, and as Dice if there is no object, true or
+        predicted."""
+        columns = self.summarise(statistics)
+        if not statistics.images:
+            columns |= dict.fromkeys(("Dice", "Dice per image"), float("nan"))
+        return columns if statistics.counts.any() else dict.fromkeys(columns, float("nan"))
 
     def _dice_of_objects(self, statistics: Confusion) -> FloatArray:
         return statistics.dice[1:] if self.background else statistics.dice
@@ -150,12 +170,17 @@ class Confusion(MetricValue):
     has pixels whose outputs are not finite. Counts are added up as whole numbers. pfl's sum over workers is
     float32, which is exact below 2**24. So each count is sent as `DIGITS` numbers below 2**12, which makes
     the sums of up to 4,096 workers exact.
+
+    Args:
+        counts: these.
+        dice: the sum of the Dice scores of single images, in units of 1 / `UNITS`.
+        images: how many images have one.
     """
 
-    def __init__(self, counts: IntArray) -> None:
+    def __init__(self, counts: IntArray, dice: int = 0, images: int = 0) -> None:
         assert counts.ndim == 2
         assert counts.shape[1] == counts.shape[0] + 1
-        self.counts = counts
+        self.counts, self.dice_sum, self.images = counts, dice, images
 
     @property
     def _pixels(self) -> IntArray:
@@ -178,6 +203,11 @@ class Confusion(MetricValue):
         pixels = self._pixels
         total = pixels.sum(0) + pixels.sum(1)
         return np.where(total > 0, 2 * pixels.diagonal() / np.maximum(total, 1), np.nan)
+
+    @property
+    def dice_of_images(self) -> float:
+        """Mean of the Dice scores of single images; 0 without any."""
+        return self.dice_sum / UNITS / max(self.images, 1)
 
     @property
     def recall(self) -> FloatArray:
@@ -214,21 +244,29 @@ class Confusion(MetricValue):
 
     def __add__(self, other: Confusion) -> Confusion:
         assert isinstance(other, Confusion)
-        return Confusion(self.counts + other.counts)
+        return Confusion(
+            self.counts + other.counts, self.dice_sum + other.dice_sum, self.images + other.images
+        )
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Confusion)
-        return bool(np.array_equal(self.counts, other.counts))
+        return bool(np.array_equal(self._numbers, other._numbers))
+
+    @property
+    def _numbers(self) -> IntArray:
+        """All that is added up, ``[C (C + 1) + 2]``."""
+        return np.append(self.counts, [self.dice_sum, self.images])
 
     def to_vector(self) -> Float32Array:
-        """``[DIGITS C (C + 1)]``: the digits of all counts."""
-        assert self.counts.max(initial=0) < 1 << DIGIT * DIGITS
-        digits = [self.counts.ravel() >> DIGIT * place & (1 << DIGIT) - 1 for place in range(DIGITS)]
+        """``[DIGITS (C (C + 1) + 2)]``: the digits of all numbers."""
+        numbers = self._numbers
+        assert numbers.max() < 1 << DIGIT * DIGITS
+        digits = [numbers >> DIGIT * place & (1 << DIGIT) - 1 for place in range(DIGITS)]
         return np.concatenate(digits).astype(np.float32)
 
     def from_vector(self, vector: Float32Array) -> Confusion:
-        """The counts back, from a sum of up to 4,096 vectors."""
+        """The numbers back, from a sum of up to 4,096 vectors."""
         assert vector.max(initial=0) < 1 << 24, "more than 4,096 workers: sums are no longer exact"
         digits = vector.astype(np.int64).reshape(DIGITS, -1)
-        counts = sum(digit << DIGIT * place for place, digit in enumerate(digits))
-        return Confusion(np.asarray(counts).reshape(self.counts.shape))
+        numbers = np.asarray(sum(digit << DIGIT * place for place, digit in enumerate(digits)))
+        return Confusion(numbers[:-2].reshape(self.counts.shape), int(numbers[-2]), int(numbers[-1]))

@@ -49,7 +49,7 @@ def draw_boxes(view: AnnotatedView, model: PyTorchModel, title: str, directory: 
 
     if not is_main():
         return
-    pixels, truth, outputs = shown(view, model)
+    pixels, truth, outputs, users = shown(view, model)
     found = model.pytorch_model.task.scored(outputs.float(), truth)[1].cpu().numpy()[:, :MOST]
     path = directory / "plots" / "boxes.png"
-    pictures.boxes(pixels, truth.cpu().numpy(), found, view.label_names, title, path)
+    pictures.boxes(pixels, truth.cpu().numpy(), found, view.label_names, title, path, users)

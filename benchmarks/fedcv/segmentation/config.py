@@ -36,7 +36,7 @@ class DataConfig(ClientDataConfig):
 class ScoringConfig(EvaluationConfig):
     """The schedule of scoring on val, and the score that chooses the best model."""
 
-    best_by: Literal["loss", "mIoU", "Dice", "last"] = "mIoU"
+    best_by: Literal["loss", "mIoU", "Dice", "Dice per image", "last"] = "mIoU"
     """Score on val that chooses the best model, the earliest of equal ones; last: the last model."""
     per_user: bool = field(default=True, metadata=REPETITION)
     """Score each test user alone at the end, in per_user.json."""

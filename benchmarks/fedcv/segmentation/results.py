@@ -40,14 +40,16 @@ def user_columns(store: ImageStore, model: PyTorchModel) -> list[dict[str, float
     module, device = model.pytorch_model, get_default_device()
     task, columns = module.task, []
     for first, end in itertools.pairwise(store.user_offsets.tolist()):
-        total = torch.zeros(1, dtype=torch.int64)
+        total = task.statistics(0, np.arange(0), [], [])
         for start in range(first, end, task.scored_together):
-            images, masks = store.read(np.arange(start, min(start + task.scored_together, end)))
+            rows = np.arange(start, min(start + task.scored_together, end))
+            images, masks = store.read(rows)
             batch = torch.from_numpy(images).to(device), task.collate(masks).to(device)
             with autocast_of(model):
                 outputs, truth = module.outputs(*batch)
-            total = total + task.scored(outputs.float().cpu(), truth.cpu())[1].sum(0, keepdim=True)
-        columns.append(task.user_columns(total, None))
+            kept = task.scored(outputs.float().cpu(), truth.cpu())[1]
+            total = total + task.statistics(len(rows), rows, [kept], [masks])
+        columns.append(task.user_summary(total))
     return columns
 
 
@@ -57,6 +59,6 @@ def draw_masks(view: AnnotatedView, model: PyTorchModel, title: str, directory: 
 
     if not is_main():
         return
-    pixels, truth, outputs = shown(view, model)
+    pixels, truth, outputs, users = shown(view, model)
     found, path = outputs.argmax(1).cpu().numpy(), directory / "plots" / "masks.png"
-    pictures.masks(pixels, truth.cpu().numpy(), found, view.label_names, title, path)
+    pictures.masks(pixels, truth.cpu().numpy(), found, view.label_names, title, path, users)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
@@ -43,7 +44,10 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
 
     benchmark = SEGMENTATION
     headline = Segmentation.headline
-    scores = ("loss", "mIoU", "Dice", "fwIoU", "pixel accuracy", "class accuracy")
+    scores: ClassVar[tuple[str, ...]] = (
+        *("loss", "mIoU", "Dice", "Dice per image"),
+        *("fwIoU", "pixel accuracy", "class accuracy"),
+    )
     view_of, mini = MaskView, Mini(SMALLER, mini_file(SMALLER, "-masks"), write_masked)
 
     @classmethod

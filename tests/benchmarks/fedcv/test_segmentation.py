@@ -38,6 +38,7 @@ from tests.benchmarks.compare.test_latex import rows_of
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import results, weights
 from tests.benchmarks.sparing import run_into
+from tests.dropped import lesions
 
 SPEC = replace(
     TINY, image_size=16, train_users=8, val_users=3, test_users=3, coarse_labels=1, num_fine_labels=17
@@ -156,6 +157,16 @@ def test_the_score_that_chose_the_model_is_shown_and_tabulated(
     assert compare([train(name="other")]).headline == ("mIoU",)
 
 
+def test_a_benchmark_of_ones_own_has_one_more_score(masks_file: Path, tmp_path: Path, train: Train) -> None:
+    """The example of docs/extending.md."""
+    directory = run_into(lesions.main, tmp_path / "own", f"--data_path={masks_file}", *SMALL)
+    found, plain = results(directory), results(train())
+    assert list(found["test"]) == [*plain["test"], "balanced"]
+    assert found["test"]["Dice"] == plain["test"]["Dice"], "its task knows the background, too"
+    last = [[*found[key].values()][-1] for key in ("per_class_sensitivity", "per_class_specificity")]
+    assert found["test"]["balanced"] == pytest.approx(np.mean(last))
+
+
 def test_each_user_has_a_row_in_a_table_for_a_paper(train: Train) -> None:
     """By the server's model on test, and by their own models, which the run scored on other images."""
     plain, personal = train(name="plain"), train("--federated.algorithm=ditto", name="personal")
@@ -181,6 +192,8 @@ def test_test_users_are_scored_one_by_one_if_asked_for(
     assert len(whole["user_ids"]) == found["per_user"]["users"] == 3
     accuracy = np.average(whole["pixel accuracy"], weights=whole["images"])  # each pixel has a class
     assert accuracy == pytest.approx(found["test"]["pixel accuracy"], abs=1e-3)
+    images = np.average(whole["Dice per image"], weights=whole["images"])  # each image has an object
+    assert images == pytest.approx(found["test"]["Dice per image"], abs=1e-3)
     assert found["per_user"]["quantiles"]["mIoU"]["mean"] == pytest.approx(np.mean(whole["mIoU"]), abs=1e-3)
     assert "mean of 3 test users" in capsys.readouterr().out
     (group,) = found["clients"].values()
@@ -255,7 +268,10 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),
-        (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU', 'Dice' or 'last'"),
+        (
+            ["--evaluation.best_by=accuracy"],
+            "input should be 'loss', 'mIoU', 'Dice', 'Dice per image' or 'last'",
+        ),
         ([*LITE, "--model.normalisation=imagenet"], "set it to efficientnet_lite"),
         *(
             ([f"--federated.algorithm={name}"], "ends in a convolution")

@@ -55,9 +55,10 @@ def test_a_class_that_test_lacks_has_no_bar(drawn: list[Figure]) -> None:
 
 @pytest.mark.parametrize("void", [False, True])
 def test_a_mask_without_classes_is_in_the_legend(drawn: list[Figure], void: bool) -> None:
-    truth = np.array([[[0, 1], [1, 255 if void else 2]]], np.uint8)
-    images, predicted = np.zeros((1, 2, 2, 3), np.float32), np.ones((1, 2, 2), np.int64)
-    pictures.masks(images, truth, predicted, ("sky", "road", "car"), "t", Path("p"))
+    truth = np.array([[[0, 1], [1, 255 if void else 2]]] * 2, np.uint8)
+    images, predicted = np.zeros((2, 2, 2, 3), np.float32), np.ones((2, 2, 2), np.int64)
+    pictures.masks(images, truth, predicted, ("sky", "road", "car"), "t", Path("p"), ["a", "b"])
+    assert drawn[0].axes[0].get_ylabel() == "a"
     assert legend(drawn[0]) == (["no class", "sky", "road"] if void else ["sky", "road", "car"])
 
 

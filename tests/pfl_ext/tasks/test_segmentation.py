@@ -131,7 +131,31 @@ def test_the_mean_dice_score_leaves_the_background_out() -> None:
     kept = medical.scored(outputs[:, :, :1, :3], masks[:, :1, :3])[1]  # neither true nor predicted objects
     columns = medical.user_columns(kept, None)
     assert np.isnan(columns["Dice"])
+    assert np.isnan(columns["Dice per image"])
     assert columns["mIoU"] == 100
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 9999), background=st.booleans())
+def test_the_dice_score_per_image_is_the_mean_over_images_with_objects(seed: int, background: bool) -> None:
+    """Each image by torchmetrics; one is of background alone, and another is all void."""
+    outputs, masks = made(seed, n=5, present=3)
+    masks[3], outputs[3, 0] = 0, 100
+    masks[4] = VOID
+    task, first = Segmentation(CLASSES, background=background), int(background)
+    kept = task.scored(outputs, masks)[1]
+    each = []
+    for i in range(4):
+        found = task.statistics(1, np.arange(1), [kept[i : i + 1]], [None])
+        scores = MulticlassF1Score(CLASSES, average="none", ignore_index=VOID)(
+            outputs[i : i + 1], masks[i : i + 1].long()
+        ).numpy()
+        here = ~np.isnan(found.dice)
+        here[:first] = False
+        each += [scores[here].mean()] if here.any() else []
+    assert len(each) == 4 - first
+    whole = task.summarise(task.statistics(5, np.arange(5), [kept[:2], kept[2:]], [None, None]))
+    assert whole["Dice per image"] == pytest.approx(100 * np.mean(each), rel=1e-5)
 
 
 def test_statistics_add_up_over_batches_and_workers_to_those_of_all_images() -> None:
@@ -153,9 +177,14 @@ def test_statistics_add_up_over_batches_and_workers_to_those_of_all_images() -> 
     )
 )
 def test_counts_beyond_float32_survive_a_sum_between_workers(counts: list[np.ndarray]) -> None:
-    each = [Confusion(part) for part in counts]
+    each = [Confusion(part, 2**57 - place, place) for place, part in enumerate(counts)]
     summed = np.stack([part.to_vector() for part in each]).sum(0, dtype=np.float32)
-    assert np.array_equal(each[0].from_vector(summed).counts, sum(counts))
+    found = each[0].from_vector(summed)
+    assert np.array_equal(found.counts, sum(counts))
+    assert (found.dice_sum, found.images) == (
+        sum(one.dice_sum for one in each),
+        sum(one.images for one in each),
+    )
 
 
 def test_outputs_that_are_no_numbers_are_said_and_not_scored() -> None:
@@ -172,9 +201,8 @@ def test_users_scores_are_their_images_and_nothing_where_all_is_void() -> None:
     assert TASK.user_columns(kept[:2], masks[:2]) == TASK.summarise(confusion(outputs[:2], masks[:2]))
     assert all(np.isnan(value) for value in TASK.user_columns(kept[3:], masks[3:]).values())
     empty = confusion(outputs[:0], masks[:0])
-    assert TASK.summarise(empty) == dict.fromkeys(
-        ("mIoU", "Dice", "fwIoU", "pixel accuracy", "class accuracy"), 0.0
-    )
+    names = ("mIoU", "Dice", "Dice per image", "fwIoU", "pixel accuracy", "class accuracy")
+    assert TASK.summarise(empty) == dict.fromkeys(names, 0.0)
 
 
 @pytest.mark.parametrize("number", [0, 256, -1])
