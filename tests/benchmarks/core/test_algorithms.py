@@ -33,12 +33,12 @@ def test_an_algorithm_refuses_privacy_exactly_where_the_table_does(name: str) ->
     assert allowed != ("privacy" in ALGORITHMS[name].refusals)
 
 
-def test_four_of_the_houses_algorithms_are_argued_for_privacy() -> None:
+def test_five_of_the_houses_algorithms_are_argued_for_privacy() -> None:
     """Another one needs an argument in its file, and a line here."""
     for section in ("privacy", "local_privacy"):
         allowed = TABLE["federated.algorithm"].allowed(section) or ()
         ours = [name for name in allowed if ALGORITHMS[name].__module__.startswith("pfl_ext.")]
-        assert ours == ["fed3r", "fedavg", "fedncm", "fedprox"]
+        assert ours == ["fed3r", "fedavg", "fedncm", "fedprox", "fedsam"]
 
 
 def test_no_code_outside_the_folder_asks_which_algorithm_it_is() -> None:
