@@ -65,3 +65,15 @@ class MaskView(AnnotatedView):
         """Whether any pixel of a split has a class; masks are read up to the first that has one."""
         store = self.split(split)
         return any((store.targets(np.array([row])) != VOID).any() for row in range(len(store.file_rows)))
+
+    def only_class(self, split: str) -> str | None:
+        """The class of all pixels of a split that have one; None if there are several, or none.
+
+        Masks are read up to the second class.
+        """
+        store, found = self.split(split), set[int]()
+        for row in range(len(store.file_rows)):
+            found |= {*np.unique(store.targets(np.array([row]))).tolist()} - {VOID}
+            if len(found) > 1:
+                return None
+        return self.label_names[found.pop()] if found else None

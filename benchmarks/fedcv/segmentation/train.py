@@ -43,6 +43,7 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
     """This benchmark's side of a run: a class for each pixel, a partition of the file, mean IoU."""
 
     benchmark = SEGMENTATION
+    view: MaskView
     headline = Segmentation.headline
     scores: ClassVar[tuple[str, ...]] = (
         *("loss", "mIoU", "Dice", "Dice per image"),
@@ -61,6 +62,15 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
         if isinstance(task, Segmentation):
             task.background = is_background(self.class_names[0])
         return task
+
+    def check(self) -> None:
+        """Refuse training masks of a single class: a network that always predicts it would have 100 %."""
+        super().check()
+        if (name := self.view.only_class("train")) is not None:
+            raise ValueError(
+                f"all pixels of train of {self.file.path} that have a class are {name}, so nothing can be "
+                "learnt: make the file again; masks with the values 0 and 255 need --mask_values 0,255"
+            )
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """Scores of each class and of each test user, the partition; and a picture of some masks."""
