@@ -23,7 +23,7 @@ from tests.benchmarks.conftest import mini_file as mini_file
 from tests.benchmarks.conftest import refused as refused
 from tests.benchmarks.conftest import train as train
 from tests.benchmarks.conftest import vision as vision
-from tests.benchmarks.run_files import lines, weights
+from tests.benchmarks.run_files import lines, results, weights
 from tests.test_extending import dropped as dropped
 
 
@@ -93,6 +93,17 @@ def test_a_loop_of_ones_own_takes_such_steps(dropped: None, vision: Train) -> No
         line["train_loss"] for line in lines(theirs)[:-1]
     ]
     np.testing.assert_array_equal(weights(ours), weights(theirs))
+
+
+def test_findings_do_not_replace_what_a_run_says_itself(
+    dropped: None, vision: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"test": "mine", "mine": 1}
+    monkeypatch.setattr(ALGORITHMS["slowmo"], "findings", lambda algorithm, state: found)
+    run = results(vision("--federated.algorithm=slowmo", "--model.arch=lenet"))
+    assert "accuracy" in run["test"]
+    assert run["mine"] == 1
+    assert "WARNING: results.json has test of its own, so the algorithm's" in capsys.readouterr().err
 
 
 def test_steps_and_a_rule_at_once_are_refused() -> None:

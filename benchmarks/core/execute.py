@@ -376,7 +376,6 @@ def _write_results(
         "wall_clock_s": round(recorder.progress.wall_clock, 3),
         "hardware": hardware(),
         "arithmetic": recorder.arithmetic,
-        **recorder.findings,
         "commit": commit(),
         "torch": torch.__version__,
         "config_sha256": recorder.files.config_sha256,
@@ -384,6 +383,11 @@ def _write_results(
         "model_sha256": file_digest(directory / "model.safetensors"),
         "model_probe": probe_checksum(module),
     }
+    if taken := ", ".join(sorted(recorder.findings.keys() & results.keys())):
+        print(
+            f"WARNING: results.json has {taken} of its own, so the algorithm's are left out", file=sys.stderr
+        )
+    results = results | {key: found for key, found in recorder.findings.items() if key not in results}
     if recorder.ledger is not None:
         results = recorder.ledger.results(results)  # before pictures are made of them
     experiment.draw(results, title, directory / "plots")
