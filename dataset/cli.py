@@ -221,6 +221,11 @@ def is_address(place: str | None) -> bool:
     return place is not None and place.startswith(("http://", "https://"))
 
 
+def counted(number: int, one: str, more: str) -> str:
+    """A number with what it counts: ``1 class``, ``2,000 classes``."""
+    return f"{number:,} {one if number == 1 else more}"
+
+
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -39,7 +39,7 @@ from benchmarks.core.config.trees import read_yaml
 from benchmarks.reporting.single_users import BY_CHANCE
 from benchmarks.reporting.tables import plain_names, write_texts
 from dataset import pages
-from dataset.cli import input_file, output_folder
+from dataset.cli import counted, input_file, output_folder
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.pages import Html, join, section, tag
@@ -134,10 +134,9 @@ def intro(comparison: Comparison) -> Html:
     """How many runs there are, and of what."""
     runs = comparison.runs
     under_way = sum(not run.finished for run in runs)
-    text = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {len(comparison.groups)} "
-    text += "group. " if len(comparison.groups) == 1 else "groups. "
+    text = f"{counted(len(runs), 'run', 'runs')} in {counted(len(comparison.groups), 'group', 'groups')}. "
     if under_way:
-        text += f"{under_way} of them {'has' if under_way == 1 else 'have'} not finished. "
+        text += f"{counted(under_way, 'of them has', 'of them have')} not finished. "
     return join([text, "Made by ", tag("code", "python -m benchmarks.compare"), "."])
 
 

@@ -16,6 +16,7 @@ from benchmarks.core.config.effects import reason_for
 from benchmarks.core.config.trees import Tree, as_word
 from benchmarks.core.experiment import Experiment
 from benchmarks.reporting.runs import RunRecord
+from dataset.cli import counted
 from dataset.pages import clean
 from pfl_ext.tasks.score_kinds import LOSS, ScoreKinds
 
@@ -174,10 +175,9 @@ class Comparison:
         if most is not None and len(names) > most:
             listed += f" and {len(names) - most:,} more"
         are = "is" if len(names) == 1 else "are"
-        runs = "run" if len(self.runs) == 1 else "runs"
         return (
-            f"{len(names):,} of {len(self.runs):,} {runs} {are} not finished and left out of the scores on "
-            f"test: {listed}"
+            f"{len(names):,} of {counted(len(self.runs), 'run', 'runs')} {are} not finished and left out of "
+            f"the scores on test: {listed}"
         )
 
     def values(self, group: Group, section: str, name: str) -> list[float]:

@@ -18,6 +18,7 @@ from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.single_users import trained_users
 from dataset.arrays import Float32Array, IntArray
+from dataset.cli import counted
 from dataset.files import write_json
 from dataset.flair.mini import MiniSpec
 from dataset.partitions.drawn import deals_any, read_name
@@ -60,7 +61,8 @@ class OfAnnotatedImages(OfClients[C]):
 
     def description(self) -> str:
         """Classes and partition."""
-        return f"{len(self.view.label_names)} classes, partition {self.view.partition or 'of the file'}"
+        classes = counted(len(self.view.label_names), "class", "classes")
+        return f"{classes}, partition {self.view.partition or 'of the file'}"
 
     def warning(self) -> str | None:
         """Where a partition by class deals sizes only."""

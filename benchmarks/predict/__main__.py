@@ -47,7 +47,7 @@ from benchmarks.predict.writing import (
     numbers_of,
 )
 from dataset.arrays import IntArray
-from dataset.cli import input_file, output_file, output_folder
+from dataset.cli import counted, input_file, output_file, output_folder
 from dataset.cli import run as run_command
 from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.files import replacing
@@ -303,7 +303,8 @@ def main(argv: Sequence[str]) -> None:
         numbers, meaning = _category_ids(model, known)
         with _writer(model, options.output, options.overwrite, not options.images, numbers) as writer:
             _write(model, batches, total, writer)
-    print(f"{total:,} {source}, {len(model.classes)} classes: {options.output}")
+    classes = counted(len(model.classes), "class", "classes")
+    print(f"{total:,} {source}, {classes}: {options.output}")
     if model.task.outputs == "boxes":
         print(f"category_id: {meaning}")
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.core.commands import command_parser
 from benchmarks.predict.trained import Trained, trained
-from dataset.cli import output_file
+from dataset.cli import counted, output_file
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.journal import only_writer
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
     content = exported(model)
     with only_writer(output, options.overwrite, "--output"):
         write_bytes(output, content)
-    classes = f"{len(model.classes):,} classes"
+    classes = counted(len(model.classes), "class", "classes")
     print(f"written: {output} ({classes}, images of {model.image_size} pixels)")
 
 

@@ -28,7 +28,7 @@ from dataset.browse.owners import (
     skew_of,
 )
 from dataset.browse.thumbnails import legend, thumbnail
-from dataset.cli import OneLineParser, output_file, run
+from dataset.cli import OneLineParser, counted, output_file, run
 from dataset.pages import Html, bars, bullets, contents, join, page, section, table, tag, write
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import PARTITIONED
@@ -119,7 +119,8 @@ def about(file: DataFile) -> Html:
     ]
     for name in file.annotation_names:
         kind = KINDS[file.split(file.splits[0]).annotations[name].kind]
-        lines.append(join([tag("b", name), f": {kind}, {len(file.label_mapping(name)):,} classes"]))
+        classes = counted(len(file.label_mapping(name)), "class", "classes")
+        lines.append(join([tag("b", name), f": {kind}, {classes}"]))
     return bullets(lines)
 
 
@@ -130,7 +131,7 @@ def sizes_chart(owners: Owners) -> Html:
         return tag("p", "No user has an image here.")
     largest = np.sort(sizes)[-max(1, -(-len(sizes) // 10)) :].sum() / sizes.sum()
     text = (
-        f"{len(sizes):,} {'user has' if len(sizes) == 1 else 'users have'} {sizes.sum():,} images: "
+        f"{counted(len(sizes), 'user has', 'users have')} {sizes.sum():,} images: "
         f"{sizes.min():,} to {sizes.max():,} each, half of the users at most {_number(np.median(sizes))}. "
         f"The largest tenth of the users has {100 * largest:.0f} % of the images."
     )
@@ -190,7 +191,7 @@ def users_part(file: DataFile, options: argparse.Namespace, owners: Owners) -> t
             break
         shown_users, shown_images = shown_users + 1, shown_images + len(figures)
         size = int(owners.sizes[user])
-        head = tag("h3", f"User {name}: {size:,} {'image' if size == 1 else 'images'}")
+        head = tag("h3", f"User {name}: {counted(size, 'image', 'images')}")
         less = tag("p", f"{len(figures)} of them are shown.", class_="note") if len(figures) < size else ""
         parts.append(join([head, less, tag("div", *figures, class_="images")]))
     said = (

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dataset.cli import OneLineParser, cores, input_file, output_file, run, training_command
+from dataset.cli import OneLineParser, cores, counted, input_file, output_file, run, training_command
 from dataset.convert import folder, hf, leaf, npz, tff
 from dataset.convert.files import Folder
 from dataset.convert.source import Found, assembled
@@ -352,7 +352,10 @@ def _say(output: Path, clients: bool) -> None:
         several = file.split("train").annotations["labels"].kind == "label set"
         users = file.split("train").num_users
         missing = [name for name in (OTHERS if several else OTHERS[1:]) if name not in file.splits]
-    print("; ".join(f"{count:,} classes of {name}" for name, count in classes.items()), file=sys.stderr)
+    print(
+        "; ".join(f"{counted(count, 'class', 'classes')} of {name}" for name, count in classes.items()),
+        file=sys.stderr,
+    )
     target, scale, cohort = ("make flair-fl", "small", 20) if several else ("make vision-fl", "mini", 10)
     installed = "flair --config fl-r-17" if several else "visual_classification --config cifar10-fedavgm"
     place = shlex.quote(str(output))

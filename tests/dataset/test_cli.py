@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset.cli import CLOSED_PIPE, run
+from dataset.cli import CLOSED_PIPE, counted, run
 from dataset.flair.mini import MiniSpec, write_mini
 
 LONG = "from dataset.cli import run; import sys; sys.exit(run(lambda argv: print('line\\n' * 10**6)))"
@@ -100,3 +100,7 @@ def test_reading_a_file_as_training_does_imports_no_pyarrow() -> None:
     code = "import dataset.store.views, sys; print([name for name in sys.modules if 'pyarrow' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_one_thing_is_not_called_by_the_word_for_many() -> None:
+    assert [counted(n, "class", "classes") for n in (0, 1, 2000)] == ["0 classes", "1 class", "2,000 classes"]
