@@ -141,7 +141,7 @@ class OnPfl(Choice, FederatedAveraging):
         return PflLoop(cls, context)
 
     @property
-    def arithmetic(self) -> str | None:
+    def own_arithmetic(self) -> str | None:
         """How users' steps are computed, where neither the engine nor plain torch does it."""
         return None
 
@@ -230,7 +230,7 @@ class PflLoop(ServerModelAlgorithm):
 
     def arithmetic(self, precision: torch.dtype | None) -> str:
         """See `Algorithm.arithmetic`."""
-        return self._algorithm.arithmetic or super().arithmetic(precision)
+        return self._algorithm.own_arithmetic or super().arithmetic(precision)
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Run one round of pfl's loop, with that round's learning rates."""

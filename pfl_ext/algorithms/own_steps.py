@@ -50,7 +50,7 @@ class OwnSteps(OnPfl):
             raise TypeError(f"{cls.__name__} has a rule beside its own steps: remove it, or take OnPfl")
 
     @property
-    def arithmetic(self) -> str | None:
+    def own_arithmetic(self) -> str | None:
         """How users' steps are computed in compiled layers; None where they are not."""
         return self._twin.arithmetic
 
