@@ -387,7 +387,7 @@ def _write_results(
         print(
             f"WARNING: results.json has {taken} of its own, so the algorithm's are left out", file=sys.stderr
         )
-    results = results | {key: found for key, found in recorder.findings.items() if key not in results}
+    results = results | recorder.findings | results
     if recorder.ledger is not None:
         results = recorder.ledger.results(results)  # before pictures are made of them
     experiment.draw(results, title, directory / "plots")

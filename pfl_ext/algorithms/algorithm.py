@@ -133,7 +133,8 @@ class RunContext(Setup):
     attack_share: float = 0.0
     """Share of all users who attack."""
     applied: set[str] = field(default_factory=set)
-    """The config sections that `stages` and `channel` were asked for; and devices, by who reads them."""
+    """The config sections that the algorithm applies: `stages` and `channel` note theirs, and who reads
+    `devices` adds that."""
 
     def check_applied(self) -> None:
         """Refuse a run whose algorithm leaves out what it `Choice.takes`.

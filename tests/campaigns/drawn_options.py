@@ -181,7 +181,7 @@ def drawn(
     words: tuple[str, ...] = ()
     if algorithm is not None or rng.random() < 0.8:
         unfit = ONE_LABEL_AN_IMAGE if subject in ("segmentation", "detection") else ()
-        name = algorithm or str(rng.choice([name for name in ALGORITHMS.names() if name not in unfit]))
+        name = algorithm or str(rng.choice([each for each in ALGORITHMS.names() if each not in unfit]))
         words = (*GOES_WITH.get(name, ()), f"--federated.algorithm={name}")
     if rng.random() < 0.3 and PLAIN in SUBJECTS[subject].words:
         words = (*WITH_NORMS, *words)
