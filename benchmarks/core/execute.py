@@ -41,6 +41,7 @@ from benchmarks.core.recorder import Checkpoints, Recorder
 from benchmarks.core.run_directory import RunDirectory, directory_of, usable
 from benchmarks.core.said_once import said_once
 from benchmarks.core.secret import statement_path
+from benchmarks.core.single_users import own_split
 from benchmarks.core.tracking import Tracking
 from benchmarks.reporting.tables import text_table
 from dataset.cli import held
@@ -234,7 +235,7 @@ def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClas
     module, of_users = experiment.module(), 0
     _check_score_kinds(experiment, module.task)
     if experiment.config.mode == "federated":
-        of_users = check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
+        of_users = check_federated(experiment, module)
     check_disk(experiment.config, module, of_users, directory)
     return module
 
@@ -277,7 +278,8 @@ def _train(
             train, val = inputs.split("train"), inputs.split("val")
             if config.mode == "federated":
                 partition, protected = experiment.partition(), experiment.protected()
-                model = train_federated(run, train, val, inputs.module, recorder, partition, protected)
+                own = own_split(experiment, inputs.split)
+                model = train_federated(run, train, val, inputs.module, recorder, partition, protected, own)
             else:
                 model = train_centralised(run, train, val, inputs.module, recorder)
             asked = from_any(recorder.held.number)  # all stop, or none

@@ -359,6 +359,7 @@ def test_users_masks_are_predicted_with_the_model_of_their_cluster(
     options = ("--federated.algorithm=ifca", "--model.init=xavier", "--runtime.keep_checkpoints=true")
     whole, directory = killed_and_resumed(train, 1, *options)
     assert results(directory)["clients"] == results(whole)["clients"]
+    assert "personal" in results(whole)["clients"]["seen"], "not those that every run of masks has"
     assert np.array_equal(weights(directory), weights(whole))
     row = (directory / "clients.csv").read_text().splitlines()[1].split(",")
     assert row[0] == "seen"
