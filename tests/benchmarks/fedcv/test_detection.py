@@ -237,7 +237,7 @@ def test_a_file_without_val_needs_a_share_or_follows_test(boxes_file: Path) -> N
 def test_a_file_without_test_says_how_val_becomes_test(boxes_file: Path) -> None:
     with DataFile(boxes_file) as file:
         file.splits = tuple(name for name in file.splits if name != "test")
-        with pytest.raises(ValueError, match=r"has no images of test: .* --val_as test, which makes those of"):
+        with pytest.raises(ValueError, match=r"has no images of test: .* --val_as test, which makes"):
             FederatedDetection(parse(["--config=street-fl", "--data.val_share=0"]), file)
 
 
