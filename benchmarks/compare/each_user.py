@@ -12,7 +12,7 @@ from benchmarks.reporting.runs import DAMAGE, RunRecord
 from pfl_ext.algorithms.own_images import FILE
 from pfl_ext.tasks.multi_label_scores import shown
 
-FEW = 20
+FEW = 40
 """Most users of a run that are shown one by one."""
 PREFIX = "each user's"
 OWN = ", own models"
