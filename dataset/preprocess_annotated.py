@@ -207,8 +207,14 @@ def _make(place: _Place, arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _say_training(output: Path, form: str) -> None:
-    """The command that trains on a file. Few users are all in each round; val is the file's, or of train."""
+    """The command that trains on a file. Few users are all in each round; val is the file's, or of train.
+
+    Without images of test, what to do about it.
+    """
     with DataFile(output) as file:
+        if "test" not in file.splits:
+            remedy = ": --val_as test --overwrite makes those of val the test images"
+            print(f"training needs images of test{remedy * ('val' in file.splits)}", file=sys.stderr)
         if not {"train", "test"} <= set(file.splits):
             return
         users, has_val = file.split("train").num_users, "val" in file.splits

@@ -11,7 +11,7 @@ shown up to their last round, and the page says so. These files are written into
     compare.csv     each number of each run
     table.tex       a table for a paper
     classes.tex     scores of each class, if there are at most 40 classes
-    clients.tex     scores of each user, such as a hospital, of runs that scored at most 20
+    clients.tex     scores of each user, such as a hospital, of runs that scored at most 40
     crossed.tex     with --columns KEY: a column for each value, a row for each method (on the page, too)
 
 Runs are of one method if all their other keys are equal; with --rows, only the keys given there. N.yaml holds

@@ -12,7 +12,7 @@ from benchmarks.reporting.runs import DAMAGE, RunRecord
 from pfl_ext.algorithms.own_images import FILE
 from pfl_ext.tasks.multi_label_scores import shown
 
-FEW = 20
+FEW = 40
 """Most users of a run that are shown one by one."""
 OWN_MODELS = {"train": ", own models", "val": ", own models on val", "test": ", own models on test"}
 """How the section of users' own models ends, by the split whose images score them."""

@@ -55,6 +55,11 @@ class OfAnnotatedImages(OfClients[C]):
 
     def __init__(self, run: Run[C], file: DataFile) -> None:
         data: Any = run.config.data
+        if "test" not in file.splits:
+            raise ValueError(
+                f"{file.path} has no images of test: make it again with such images, or with --val_as test, "
+                "which makes those of val the test images"
+            )
         if self.followed == "val" and CARVED not in file.splits and not data.val_share:
             raise ValueError(f"{file.path} has no val split, and data.val_share is 0: {self.without_val}")
         super().__init__(run, file, data.val_share)

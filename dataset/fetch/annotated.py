@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from dataset.fetch.archives import IMAGE_SUFFIXES
 from dataset.files import utf8
 from dataset.partitions.assignments import NOBODY, csv_rows, deal
 from dataset.store.columns import FLAGGED_BOXES, schema
@@ -157,12 +158,15 @@ class Users:
     def named(self, annotated: Annotated) -> Users:
         """The users by these images' ids, without other images. The CSV may list images by their other ids.
 
+        An id is a file name without its suffix; the CSV may have the suffix.
+
         Raises:
-            ValueError: when it lists none of the images, gives an image another split, lists them by ids
-                that are those of other images, too, or some by the one id and some by the other.
+            ValueError: when it lists none of the images, one twice, gives an image another split, lists them
+                by ids that are those of other images, too, or some by the one id and some by the other.
         """
         split_of = {record["image_id"]: record["partition"] for record in annotated.records}
-        by_id = {image: image for image in self.images if image in split_of}
+        ids = {name: name if name in split_of else _without_suffix(name) for name in self.images}
+        by_id = {name: image for name, image in ids.items() if image in split_of}
         by_other = {image: annotated.ids[image] for image in self.images if image in annotated.ids}
         to_id, rest = (by_id, by_other) if len(by_id) >= len(by_other) else (by_other, by_id)
         unsure = [name for name in by_id if by_other.get(name, name) != name]
@@ -185,8 +189,11 @@ class Users:
             image = min(self.images)
             raise ValueError(
                 f"{self.origin} lists images that are not in the source, for example {image!r}: list "
-                "images of this source"
+                f"images of this source, as {min(split_of)!r}"
             )
+        if len(listed) < len(to_id):
+            image, times = Counter(to_id.values()).most_common(1)[0]
+            raise ValueError(f"{self.origin} lists the image {image} {times} times: keep one line of it")
         for image in sorted(to_id):
             stated, split = self.partitions.get(image), split_of[to_id[image]]
             if stated not in (None, split):
@@ -199,6 +206,12 @@ class Users:
             for name, column in self.columns.items()
         }
         return replace(self, columns=columns, images=frozenset(to_id.values()))
+
+
+def _without_suffix(name: str) -> str:
+    """A file name without the suffix of an image."""
+    path = PurePosixPath(name)
+    return path.stem if path.suffix.lower() in IMAGE_SUFFIXES else name
 
 
 def fitted(

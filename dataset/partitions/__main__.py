@@ -4,9 +4,10 @@
     python -m dataset.partitions F --partition lda=0.5,iid --clients 10   and partitions that would be drawn
     python -m dataset.partitions F --csv users.csv --output_file G        a copy of F with "users" from a CSV
 
-It prints a line for each partition. With --output_dir it also writes ``statistics.json`` and the figures of
-`dataset.partitions.figures`. Training uses a partition of the file by its name (``--data.partition``). A
-drawn one needs no copy: its name, such as lda-0.5-clients-10-seed-0, says how to draw it.
+It prints a line for each partition. With --output_dir it also writes ``statistics.json``, the figures of
+`dataset.partitions.figures`, and ``clients.csv`` with the images and boxes, in all and of each class, of each
+client. Training uses a partition of the file by its name (``--data.partition``). A drawn one needs no copy:
+its name, such as lda-0.5-clients-10-seed-0, says how to draw it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from dataset.cli import OneLineParser, input_file, output_file, output_folder, run
 from dataset.files import write_json
 from dataset.journal import only_writer
+from dataset.partitions.clients import write_clients
 from dataset.partitions.drawn import Recipe, parse_kinds, read_name, written_kinds
 from dataset.partitions.of_file import (
     LOWEST,
@@ -49,7 +51,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, help="seed of drawn partitions (0)")
     add("--csv", type=Path, help="partition with the columns image_id,user_id; it gets the file's name")
     add("--taxonomy", help="the annotation that holds the classes (labels, or else the file's first)")
-    add("--output_dir", type=Path, help="folder for statistics.json and the figures")
+    add("--output_dir", type=Path, help="folder for statistics.json, clients.csv and figures")
     add("--output_file", type=Path, help="copy of the file, with the new partitions")
     add("--overwrite", action="store_true", help="replace an existing output file; it may be the file itself")
     arguments = parser.read(argv)
@@ -111,6 +113,9 @@ def _measure_and_write(arguments: argparse.Namespace, recipes: Sequence[Recipe])
 
             content = [asdict(statistics) for statistics, _ in measured]
             write_json(arguments.output_dir / "statistics.json", content)
+            path = arguments.output_dir / "clients.csv"
+            write_clients(file, taxonomy, new, path)
+            print(f"wrote {path}", file=sys.stderr)
             for path in draw(file, [dealt for _, dealt in measured], taxonomy, arguments.output_dir):
                 print(f"wrote {path}", file=sys.stderr)
         if arguments.output_file is not None:

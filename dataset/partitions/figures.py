@@ -112,12 +112,13 @@ def clients(dealt: Sequence[Dealt]) -> Figure:
 
 def mixes(dealt: Sequence[Dealt], names: Sequence[str]) -> Figure:
     """Images of clients of each partition, the largest first, a colour for each of the commonest classes."""
-    rows = -(-len(dealt) // 2)
+    columns = min(len(dealt), 2)
+    rows = -(-len(dealt) // columns)
     commonest = np.argsort(-sum(part.mixes.sum(0) for part in dealt), kind="stable")
     shown = np.sort(commonest[: len(COLOURS)])  # of all panels, so that a colour is one class in all
     lines = -(-(len(shown) + 1) // COLUMNS)
     figure = Figure(figsize=(8.4, 0.4 + 1.9 * rows + 0.18 * lines), layout="constrained")
-    panels = figure.subplots(rows, 2, squeeze=False).flatten().tolist()
+    panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for part, axes in zip(dealt, panels):
         images, unit = part.mixes.astype(float), "images"
         sizes = images.sum(1)

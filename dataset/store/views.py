@@ -292,7 +292,9 @@ class SingleLabelView(_View):
         if not 0 <= self.val_share < 1:
             raise ValueError(f"val_share is {self.val_share}; give a number of at least 0 and below 1")
         if self.val_share and CARVED in self.file.splits:
-            raise ValueError(f"{self.file.path} already has a split {CARVED!r}: set val_share to 0 to use it")
+            raise ValueError(
+                f"{self.file.path} already has a split {CARVED!r}: set data.val_share to 0 to use it"
+            )
 
     @cached_property
     def splits(self) -> tuple[str, ...]:

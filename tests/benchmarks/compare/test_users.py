@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from benchmarks.compare.each_user import scores_of
 from benchmarks.compare.latex import latex
-from benchmarks.compare.reading import compare
+from benchmarks.compare.reading import compare, read_any
 from benchmarks.compare.tables import facts
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.paper import FLAIR_IMAGES, FLAIR_USERS
@@ -127,3 +129,16 @@ def test_users_of_other_data_are_not_those_of_a_run(tmp_path: Path) -> None:
         "own": True,
         "other": False,
     }
+
+
+@pytest.mark.parametrize(("count", "shown"), [(40, 40), (41, 0)])
+def test_up_to_forty_users_are_shown_one_by_one(count: int, shown: int, tmp_path: Path) -> None:
+    """As the table of classes, which a page of a paper holds."""
+    run = make_run(tmp_path / "run")
+    whole = {
+        "user_ids": [f"cam{number}" for number in range(count)],
+        "quantiles": {"O-AP": {}},
+        "O-AP": [*map(float, range(count))],
+    }
+    (run / "per_user.json").write_text(json.dumps(whole))
+    assert len([*scores_of(read_any(run)[0])]) == shown

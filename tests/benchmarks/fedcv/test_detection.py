@@ -198,7 +198,7 @@ def test_a_loss_of_boxes_that_depends_on_other_images_is_not_private(
         (["--model.arch=unet_resnet18"], "choose another, as fcos_efficientnet_lite0"),
         (["--federated.reweight=fedir"], "Detection has no form with importance weights"),
         (["--data.taxonomy=labels"], "has no boxes, but this task needs a class and a box for each object"),
-        (["--data.val_share=0.2"], "already has a split 'val': set val_share to 0 to use it"),
+        (["--data.val_share=0.2"], "already has a split 'val': set data.val_share to 0 to use it"),
         (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--data.scored=test", "--data.val_share=0.1"], "data.val_share has no effect if data.scored is"),
         (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model by its test score"),
@@ -232,6 +232,13 @@ def test_a_file_without_val_needs_a_share_or_follows_test(boxes_file: Path) -> N
         with pytest.raises(ValueError, match=r"give data\.val_share, as 0\.1, or set data.scored to test"):
             FederatedDetection(parse([*words, "--data.val_share=0"]), file)
         assert FederatedDetection(parse([*words, "--recipe=tracked"]), file).final_splits == ("test",)
+
+
+def test_a_file_without_test_says_how_val_becomes_test(boxes_file: Path) -> None:
+    with DataFile(boxes_file) as file:
+        file.splits = tuple(name for name in file.splits if name != "test")
+        with pytest.raises(ValueError, match=r"has no images of test: .* --val_as test, which makes"):
+            FederatedDetection(parse(["--config=street-fl", "--data.val_share=0"]), file)
 
 
 def test_a_network_for_boxes_is_refused_for_pixels() -> None:

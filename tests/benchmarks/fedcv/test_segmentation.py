@@ -264,7 +264,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
         (["--federated.reweight=fedir"], "Segmentation has no form with importance weights"),
         (["--augment.cutmix=1"], "mix labels of whole images, which Segmentation does not have: set both to"),
         (["--data.taxonomy=labels"], "has no masks, but this task needs a class for each pixel: set"),
-        (["--data.val_share=0.2"], "already has a split 'val': set val_share to 0 to use it"),
+        (["--data.val_share=0.2"], "already has a split 'val': set data.val_share to 0 to use it"),
         (["--data.val_share=1"], "data.val_share is 1: give a number of at least 0 and below 1"),
         (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
         (["--data.partition=nope"], "has no partition 'nope'"),

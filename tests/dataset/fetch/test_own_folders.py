@@ -73,7 +73,9 @@ def test_the_command_that_trains_on_a_file_is_named(
         task = "segmentation" if form == "mask" else "detection"
         assert line == f"train on it: make fedcv-fl TASK={task} DATA={output}{more}"
     assert make(spec, output, f"--source={folder}", "--overwrite") == 0
-    assert "train on it" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "train on it" not in said
+    assert said.splitlines()[-1].startswith("training needs images of test: --val_as test --overwrite makes")
     lists = folder / "ImageSets" / "Main"
     (folder / "users.csv").write_text("\n".join(["image_id,user", *(f"{name},{name}" for name in names)]))
     (lists / "test.txt").write_text((lists / "train.txt").read_text().splitlines()[0])

@@ -97,8 +97,13 @@ def test_the_command_prints_a_line_for_each_and_writes_json_and_figures(
         main(["--help"])
     assert " ".join(MEANING.split()) in " ".join(capsys.readouterr().out.split())
     assert sorted(file.name for file in out.iterdir()) == [
-        "classes.png", "clients.png", "emd.png", "mixes.png", "statistics.json",
+        "classes.png", "clients.csv", "clients.png", "emd.png", "mixes.png", "statistics.json",
     ]  # fmt: skip
+    rows = [line.split(",") for line in (out / "clients.csv").read_text().splitlines()]
+    assert rows[0][:4] == ["split", "dealt by", "client", "images"]
+    of_users = {row[2]: [*map(int, row[3:6])] for row in rows if row[:2] == ["train", "users"]}
+    assert of_users == {"a": [2, 1, 1], "b": [1, 1, 0], "c": [4, 2, 2]}
+    assert sum(int(row[3]) for row in rows if row[1] == "geo-100") == 5  # 2 belong to nobody
     for name in ("classes", "clients", "emd", "mixes"):
         with Image.open(out / f"{name}.png") as image:
             assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 20  # something is drawn

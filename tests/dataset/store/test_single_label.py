@@ -197,7 +197,7 @@ def test_users_of_few_images_give_their_share_on_average() -> None:
 
 
 def test_a_val_that_cannot_be_carved_is_refused(file: DataFile, without_val: DataFile) -> None:
-    with pytest.raises(ValueError, match=r"already has a split 'val': set val_share to 0 to use it"):
+    with pytest.raises(ValueError, match=r"already has a split 'val': set data.val_share to 0 to use it"):
         SingleLabelView(file, val_share=0.1)
     for share in (-0.1, 1.0, float("nan")):
         with pytest.raises(ValueError, match=r"val_share is .*; give a number of at least 0 and below 1"):
