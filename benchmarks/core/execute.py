@@ -385,6 +385,8 @@ def _write_results(
         "model_sha256": file_digest(directory / "model.safetensors"),
         "model_probe": probe_checksum(module),
     }
+    if "clients" in recorder.findings:  # scores of users' own models; the run's own are the server model's
+        results.pop("clients", None)
     if taken := ", ".join(sorted(recorder.findings.keys() & results.keys())):
         print(
             f"WARNING: results.json has {taken} of its own, so the algorithm's are left out", file=sys.stderr

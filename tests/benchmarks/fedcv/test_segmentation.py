@@ -181,6 +181,8 @@ def test_each_user_has_a_row_in_a_table_for_a_paper(train: Train) -> None:
     with (personal / "clients.csv").open(newline="") as file:
         own = {row["user"]: row["mIoU"] for row in csv.DictReader(file) if row["model"] == "personal"}
     assert {row[0]: row[1] for row in of_own[1:]} == {u: f"{float(v):.2f}" for u, v in own.items()}
+    of_all = results(personal)["clients"]["seen"]["personal"]["users"]["mIoU"]
+    assert of_all["mean"] == pytest.approx(np.mean([float(value) for value in own.values()]), abs=1e-3)
     assert "not trained on" in text
 
 
