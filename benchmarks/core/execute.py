@@ -277,9 +277,8 @@ def _train(
         with held(recorder.unit) as recorder.held:
             train, val = inputs.split("train"), inputs.split("val")
             if config.mode == "federated":
-                partition, protected = experiment.partition(), experiment.protected()
-                own = own_split(experiment, inputs.split)
-                model = train_federated(run, train, val, inputs.module, recorder, partition, protected, own)
+                users = experiment.partition(), experiment.protected(), own_split(experiment, inputs.split)
+                model = train_federated(run, train, val, inputs.module, recorder, *users)
             else:
                 model = train_centralised(run, train, val, inputs.module, recorder)
             asked = from_any(recorder.held.number)  # all stop, or none

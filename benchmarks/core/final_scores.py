@@ -50,14 +50,11 @@ def final_scores(
     if experiment.scores_users and not private and "clients" not in recorder.findings:
         users = scores_of_users(experiment, model, inputs, recorder.files.path)
     model._model = whole  # pfl has no way to set it
-    of_experiment = dict(experiment.final_results(recorder.files.path, model, metrics))
-    if "clients" in recorder.findings:  # which has users' own models, too
-        of_experiment.pop("clients", None)
     return {
         **users,
         **scores,
         "last": last,
         **plain,
         "best_step": recorder.best.step,
-        **of_experiment,
+        **experiment.final_results(recorder.files.path, model, metrics),
     }
