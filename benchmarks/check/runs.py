@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,8 +20,8 @@ MOST = 0.01
 """Largest difference of states, as a share of what training changed after the first round."""
 TIMES = ("wall_clock_s",)
 """The keys of results.json that differ between equal runs."""
-PLAIN, INTERRUPTED = ("-m",), ("-m", "benchmarks.check.interrupted")
-TWO_WORKERS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
+PLAIN, INTERRUPTED = (), ("benchmarks.check.interrupted",)
+TWO_WORKERS = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
 WITHOUT_ENGINE = ("--runtime.engine=stock",)
 
 
@@ -37,6 +37,8 @@ class Runs:
         folder: for the runs.
     """
 
+    start: ClassVar[tuple[str, ...]] = (sys.executable, "-m")
+
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self.command, self.folder = command, folder
 
@@ -47,7 +49,7 @@ class Runs:
             Refused: the error of the training.
         """
         where = (f"--run_dir={self.folder / name}", "--runtime.keep_checkpoints=true")
-        words = [sys.executable, *by, *self.command, *where, *more]
+        words = [*self.start, *by, *self.command, *where, *more]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode == RESUMABLE:
             return False
