@@ -5,7 +5,8 @@ first round of the average (``average_from_round``), the average is a_s = x_s, a
 
     a_t = d_n a_(t-1) + (1 - d_n) x_t,    n = t - s,
 
-where n is the number of models in a_(t-1). Before round s the model is x_t itself. d_n is
+where n is the number of models in a_(t-1). Before round s the model is x_t itself. With ``average_every`` c,
+only x_s, x_(s+c), x_(s+2c), ... are added, and n = (t - s) / c. d_n is
 
 * n / (n + 1) for ``swa``: the plain mean of x_s, ..., x_t (Izmailov et al. 2018, arXiv 1803.05407; in
   federated learning Caldarola, Caputo and Ciccone 2022, arXiv 2203.11834, from three quarters of the rounds);
@@ -32,7 +33,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
@@ -54,6 +55,8 @@ class AveragingConfig:
     """Weight of the average so far when a model is added to it (ema); less in early rounds or epochs."""
     average_from_round: NonNegativeInt = 0
     """First round or epoch whose model is averaged, 0: the initial one; before, no average is scored."""
+    average_every: PositiveInt = 1
+    """Rounds or epochs from one model that is averaged to the next, as of a cycle of a cyclic schedule."""
 
     def weight_of_average(self, n: int) -> float:
         """d_n, the weight of an average of n >= 1 models where the next one is added."""
@@ -83,9 +86,10 @@ class ModelAverage:
         config = self.config
         of = {"swa": "plain average", "ema": f"exponential moving average (decay {config.average_decay:g})"}
         start = f" from {self._unit} {config.average_from_round} on" if config.average_from_round else ""
+        each = f"{config.average_every} {self._unit}s" if config.average_every > 1 else self._unit
         return (
-            f"what is scored and saved{start} is the {of[config.average]} of the models after each "
-            f"{self._unit}; training does not depend on it"
+            f"what is scored and saved{start} is the {of[config.average]} of the models after each {each}; "
+            "training does not depend on it"
         )
 
     def _merged(self) -> dict[str, tuple[Tensor, Adapter]]:
@@ -113,8 +117,8 @@ class ModelAverage:
     @torch.no_grad()
     def add(self, step: int) -> None:
         """Add the module, which has had ``step`` updates. Must be called after each round or epoch, once."""
-        n = step - self.config.average_from_round
-        if self.config.average == "none" or n < 0:
+        n, between = divmod(step - self.config.average_from_round, self.config.average_every)
+        if self.config.average == "none" or n < 0 or between:
             return
         current = self._current()
         if n == 0:

@@ -11,21 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
 
-Schedule = Literal["constant", "warmup_linear", "poly", "cosine", "exponential"]
-Decay = Literal["constant", "poly", "cosine", "exponential"]
+Schedule = Literal["constant", "warmup_linear", "poly", "cosine", "exponential", "cyclic"]
+Decay = Literal["constant", "poly", "cosine", "exponential", "cyclic"]
 MOST = float(torch.finfo(torch.float32).max)
 LEAST = float(torch.finfo(torch.float32).tiny)
 """The least normal float32. With a smaller rate, steps would be lost and quotients by it be infinite."""
 READ_BY: Mapping[str, Sequence[Schedule]] = {
     "warmup_rounds": ("warmup_linear",),
-    "final_learning_rate": ("warmup_linear", "poly", "cosine"),
+    "final_learning_rate": ("warmup_linear", "poly", "cosine", "cyclic"),
     "schedule_power": ("poly",),
     "schedule_factor": ("exponential",),
+    "schedule_cycle": ("cyclic",),
+    "schedule_from": ("cyclic",),
 }
 """The schedules that read each of the keys below."""
 
@@ -37,11 +39,15 @@ class ScheduleConfig:
     schedule: Schedule = "constant"
     """The learning rate over the rounds; warmup_linear: from 0 straight up, then straight down."""
     final_learning_rate: NonNegativeFloat = 0.0
-    """Final rate of warmup_linear, poly and cosine, which the round after the last would have."""
+    """Final rate of warmup_linear, poly and cosine, in the round after the last; of cyclic, of each cycle."""
     schedule_power: PositiveFloat = 1.0
     """Exponent of poly, applied to the share of rounds that is left; 1: linear."""
     schedule_factor: Annotated[float, Field(gt=0, le=1)] | None = None
     """Factor of exponential from each round to the next; exponential needs it."""
+    schedule_cycle: Annotated[int, Field(ge=2)] | None = None
+    """Rounds or epochs of a cycle of cyclic, in which the rate falls to the final one; cyclic needs it."""
+    schedule_from: NonNegativeInt = 0
+    """First round or epoch of the first cycle of cyclic; before, the rate is constant."""
 
     def scheduled(self, rate: float, step: int, num_steps: int) -> float:
         """The learning rate in round 0, 1, ... of ``num_steps``, from ``rate`` in round 0.
@@ -52,7 +58,9 @@ class ScheduleConfig:
           section 4.1); warmup_linear, here after its warm-up, is that with the power 1;
         * cosine: ``f + (rate - f) (1 + cos(pi t)) / 2`` (Loshchilov and Hutter 2017, arXiv 1608.03983,
           equation 5, without restarts);
-        * exponential: ``rate factor^step``.
+        * exponential: ``rate factor^step``;
+        * cyclic: ``f + (rate - f) (1 - i / c)`` in round i = 1, ..., c of each cycle of c rounds (Izmailov et
+          al. 2018, arXiv 1803.05407, section 3.2, for averages of weights).
         """
         assert step >= 0
         if self.schedule == "constant":
@@ -61,7 +69,12 @@ class ScheduleConfig:
             assert self.schedule_factor is not None, "see check_schedule"
             return rate * self.schedule_factor**step
         left = max(0.0, 1 - step / num_steps)
-        if self.schedule == "cosine":
+        if self.schedule == "cyclic":
+            assert self.schedule_cycle is not None, "see check_schedule"
+            if step < self.schedule_from:
+                return rate
+            share = 1 - ((step - self.schedule_from) % self.schedule_cycle + 1) / self.schedule_cycle
+        elif self.schedule == "cosine":
             share = (1 + math.cos(math.pi * (1 - left))) / 2
         else:
             share = left ** (self.schedule_power if self.schedule == "poly" else 1.0)
@@ -84,7 +97,18 @@ class ScheduleConfig:
                 f"{section}.schedule is exponential, and {section}.schedule_factor is none: give the factor "
                 "of each round, at most 1"
             )
-        last = self.scheduled(rate, num_steps - 1, num_steps)
+        if self.schedule == "cyclic" and self.schedule_cycle is None:
+            raise ValueError(
+                f"{section}.schedule is cyclic, and {section}.schedule_cycle is none: give the rounds of a "
+                "cycle, at least 2"
+            )
+        if self.schedule_from >= num_steps:
+            raise ValueError(
+                f"{section}.schedule_from is {self.schedule_from}, but must be below {num_steps:,}, or no "
+                "cycle would begin: lower it"
+            )
+        is_cyclic = self.schedule == "cyclic"
+        last = self.final_learning_rate if is_cyclic else self.scheduled(rate, num_steps - 1, num_steps)
         if max(rate, last) > MOST:
             raise ValueError(
                 f"a learning rate of {section} is {max(rate, last):g}, more than float32 holds: lower "
@@ -96,9 +120,15 @@ class ScheduleConfig:
                 "float32: choose one nearer to 1"
             )
         if self.schedule != "constant" and last < LEAST:
+            length = "a cycle's" if is_cyclic else f"{num_steps:,}"
+            slower = (
+                f"raise {section}.final_learning_rate"
+                if is_cyclic
+                else "choose a schedule that falls more slowly"
+            )
             raise ValueError(
-                f"{section}.schedule is {self.schedule}, by which the last of {num_steps:,} "
-                f"learning rates is {last:g}, too small for a step: choose a schedule that falls more slowly"
+                f"{section}.schedule is {self.schedule}, by which the last of {length} "
+                f"learning rates is {last:g}, too small for a step: {slower}"
             )
 
 

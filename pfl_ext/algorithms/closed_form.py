@@ -84,6 +84,7 @@ class ClosedForm(Algorithm[Sums]):
     idle: ClassVar[str] = (
         "server. local.learning_rate local.effective_learning_rate local.head_rate_factor local.layer_decay "
         "local.schedule local.final_learning_rate local.schedule_power local.schedule_factor "
+        "local.schedule_cycle local.schedule_from "
         "local.max_grad_norm local.clip_by local.optimizer local.momentum local.beta1 local.beta2 "
         "local.epsilon local.weight_decay local.num_epochs "
         "local.straddle local.shuffle local.reshuffle local.virtual_size augment.views "

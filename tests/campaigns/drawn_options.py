@@ -134,6 +134,9 @@ MORE: Mapping[str, tuple[Any, ...]] = {
     "local_privacy.epsilon": (100.0,),
     "model.lora_rank": (2,),
     "evaluation.average_from_round": (1,),
+    "evaluation.average_every": (2,),
+    "local.schedule_cycle": (2,),
+    "local.final_learning_rate": (0.01,),
     "augment.cutout": (5,),
     "loss.focal_gamma": (2.0,),
 }

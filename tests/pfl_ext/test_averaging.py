@@ -34,15 +34,15 @@ def moved(module: nn.Module, seed: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw))
 
 
-@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize(("start", "every"), [(0, 1), (3, 1), (2, 4)])
 @pytest.mark.parametrize(
     "config",
     [AveragingConfig("swa"), AveragingConfig("ema", 0.5), AveragingConfig("ema", 0.999)],
     ids=["plain", "decay 0.5", "warm-up"],
 )
-def test_it_is_the_weighted_mean_of_its_definition(config: AveragingConfig, start: int) -> None:
+def test_it_is_the_weighted_mean_of_its_definition(config: AveragingConfig, start: int, every: int) -> None:
     """Decay 0.5 is reached at once after the ninth model; 0.999 never, so the first model has no weight."""
-    config = AveragingConfig(config.average, config.average_decay, start)
+    config = AveragingConfig(config.average, config.average_decay, start, every)
     module, models = nn.Linear(3, 2).double(), list[Tensor]()
     module.bias.requires_grad_(False)
     frozen, average = module.bias.clone(), ModelAverage(config, module)
@@ -51,14 +51,15 @@ def test_it_is_the_weighted_mean_of_its_definition(config: AveragingConfig, star
         models.append(module.weight.detach().clone())
         average.add(step)
         with average.in_place():
-            weights = weights_of_models(config, max(step - start + 1, 1))
-            expected = sum(w * x for w, x in zip(weights, models[min(start, step) :], strict=True))
+            averaged = models[start::every] or models[-1:]
+            weights = weights_of_models(config, len(averaged))
+            expected = sum(w * x for w, x in zip(weights, averaged, strict=True))
             assert isinstance(expected, Tensor)
             assert_close_as_vector(module.weight, expected, roundings=4 * 30)
             assert module.bias.equal(frozen)
         assert module.weight.equal(models[-1]), "bit for bit"
     assert sum(weights) == pytest.approx(1)
-    assert weights[0] < 1e-6 or config.average == "swa"
+    assert weights[0] < 1e-6 or config.average == "swa" or every > 1
 
 
 def test_no_average_changes_and_keeps_nothing() -> None:

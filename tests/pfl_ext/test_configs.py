@@ -54,6 +54,8 @@ SCHEDULE = {
     "final_learning_rate": 0.0,
     "schedule_power": 1.0,
     "schedule_factor": None,
+    "schedule_cycle": None,
+    "schedule_from": 0,
 }
 SGD = {
     **SCHEDULE,
@@ -148,7 +150,10 @@ LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0,
 @pytest.mark.parametrize(
     "config, values",
     [
-        (AveragingConfig(), {"average": "none", "average_decay": 0.99, "average_from_round": 0}),
+        (
+            AveragingConfig(),
+            {"average": "none", "average_decay": 0.99, "average_from_round": 0, "average_every": 1},
+        ),
         (LocalSampling(), SAMPLING),
         (LocalSGDConfig(), SGD),
         (ServerConfig(), SERVER),

@@ -57,6 +57,15 @@ def test_the_final_rate_is_reached_after_the_last_round_and_kept() -> None:
     assert set(rates(final_learning_rate=0.06, schedule_power=3.0, schedule_factor=0.5)) == {RATE}
 
 
+def test_a_cycle_falls_to_the_final_rate_and_begins_again() -> None:
+    words: dict[str, Any] = {"schedule": "cyclic", "schedule_cycle": 5, "schedule_from": 12}
+    found = rates(**words, final_learning_rate=0.05)
+    assert found[:12] == [RATE] * 12
+    assert found[12:17] == pytest.approx([0.25, 0.2, 0.15, 0.1, 0.05])
+    assert found[16] == 0.05, "exactly"
+    assert found[17:] == (found[12:17] * 6)[: len(found) - 17]
+
+
 def test_a_rise_to_the_final_rate_is_a_schedule_too() -> None:
     found = rates(schedule="poly", final_learning_rate=2.0)
     assert found[ROUNDS // 2] == pytest.approx((RATE + 2.0) / 2)
@@ -81,6 +90,18 @@ def test_server_and_users_share_one_function() -> None:
             "more than float32 holds: lower local.final_learning_rate",
         ),
         ({"schedule": "poly", "schedule_power": 1e300}, "last of 40 learning rates is 0, too small"),
+        (
+            {"schedule": "cyclic"},
+            "local.schedule is cyclic, and local.schedule_cycle is none: give the rounds",
+        ),
+        (
+            {"schedule": "cyclic", "schedule_cycle": 5},
+            "by which the last of a cycle's learning rates is 0, too small for a step: raise local.final",
+        ),
+        (
+            {"schedule": "cyclic", "schedule_cycle": 5, "schedule_from": 40, "final_learning_rate": 0.1},
+            "local.schedule_from is 40, but must be below 40, or no cycle would begin: lower it",
+        ),
     ],
 )
 def test_what_is_no_sequence_of_rates_is_one_line(words: dict[str, Any], message: str) -> None:
@@ -102,6 +123,8 @@ def test_the_least_rate_that_is_allowed_is_a_number_of_float32_and_so_is_its_inv
         {"schedule_power": 0.0},
         {"schedule_power": float("inf")},
         {"schedule_factor": 0.0},
+        {"schedule_cycle": 1},
+        {"schedule_from": -1},
         {"schedule_factor": 1.01},
         {"schedule_factor": float("nan")},
         {"final_learning_rate": -1.0},

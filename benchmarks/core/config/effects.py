@@ -42,7 +42,8 @@ OF_TRAINED = {
     "names": "model.trained_names",
 }
 """The keys that only this value of ``model.trained`` reads."""
-OF_AVERAGE, OF_EMA = "evaluation.average_from_round", "evaluation.average_decay"
+OF_AVERAGE = "evaluation.average_from_round evaluation.average_every"
+OF_EMA = "evaluation.average_decay"
 """The keys that only an average of models reads, and only an exponential one."""
 Reasons = dict[str, str]
 """The reason why each idle key or section is idle, and what to do."""

@@ -61,6 +61,7 @@ YOUNGER = {
     "evaluation.average": "none",
     "evaluation.average_decay": 0.99,
     "evaluation.average_from_round": 0,
+    "evaluation.average_every": 1,
     "own_code": None,
     "local.shuffle": True,
     "local.optimizer": "sgd",

@@ -130,7 +130,7 @@ TABLE: Mapping[str, Rule] = {
     **each(
         "a function of the round: it decides how a user's update comes about, before that is clipped",
         "local",
-        "schedule final_learning_rate schedule_power schedule_factor",
+        "schedule final_learning_rate schedule_power schedule_factor schedule_cycle schedule_from",
     ),
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle shuffle reshuffle"),
     **each(
@@ -144,7 +144,7 @@ TABLE: Mapping[str, Rule] = {
         "optimizer learning_rate head_rate_factor beta1 beta2 epsilon adam_form momentum",
     ),
     **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate options"),
-    **each(AFTER_NOISE, "server", "schedule_power schedule_factor"),
+    **each(AFTER_NOISE, "server", "schedule_power schedule_factor schedule_cycle schedule_from"),
     "federated.algorithm": ArguedAlgorithms(
         "fedavg, fedprox and fedsam send one update a user, which is clipped; fedncm and fed3r one vector of "
         "sums, which is clipped, and once; fednova scales updates by their steps after that, and scaffold "
@@ -213,14 +213,18 @@ TABLE: Mapping[str, Rule] = {
         "num_epochs batch_size optimizer learning_rate head_rate_factor beta1 beta2 epsilon",
     ),
     **each(UNUSED, "centralised", "momentum weight_decay max_grad_norm layer_decay"),
-    **each(UNUSED, "centralised", "schedule final_learning_rate schedule_power schedule_factor"),
+    **each(
+        UNUSED,
+        "centralised",
+        "schedule final_learning_rate schedule_power schedule_factor schedule_cycle schedule_from",
+    ),
     **each(UNUSED, "centralised", "warmup_epochs warmup_learning_rate"),
     **each(UNUSED, "evaluation", "every_epochs"),
     **each(NOT_OF_TRAINING_USERS, "evaluation", "every_rounds best_by"),
     **each(
         "a function of the models after each round, which are counted as released: post-processing",
         "evaluation",
-        "average average_decay average_from_round",
+        "average average_decay average_from_round average_every",
     ),
     "privacy": Rule(ONE_KIND, None, (None,)),
     **each(ACCOUNTED, "privacy", "epsilon delta mechanism clipping clipping_bound quantile clip_step"),

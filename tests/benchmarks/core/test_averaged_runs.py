@@ -52,18 +52,21 @@ class Scored(Trace):
         super().evaluated(step, metrics, model)
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_each_round_scores_the_average_and_trains_as_without_it(name: str, tmp_path: Path) -> None:
-    """From its second model on."""
+@pytest.mark.parametrize(("name", "every"), [*((name, 1) for name in TREES), ("fedavg", 2)])
+def test_each_round_scores_the_average_and_trains_as_without_it(
+    name: str, every: int, tmp_path: Path
+) -> None:
+    """From its second model on, each or each other."""
     tree = merge({"federated": {"algorithm": name}, "evaluation": {"every_rounds": 1}}, TREES[name])
-    averaged = merge(tree, {"evaluation": {"average": "swa", "average_from_round": 2}})
+    swa = {"average": "swa", "average_from_round": 2, "average_every": every}
+    averaged = merge(tree, {"evaluation": swa})
     plain = traced(run_of(tree, "fast"), tmp_path / "plain", Scored)
     found = traced(run_of(averaged, "fast"), tmp_path / "averaged", Scored)
     assert np.array_equal(found.seen, plain.seen), "users start from the server's own model"
     models: list[Array] = plain.scored
     assert len(models) == len(found.scored) == ROUNDS + 1
     for step, (scored, own) in enumerate(zip(found.scored, models)):
-        expected = own if step < 2 else np.mean(models[2 : step + 1], axis=0)
+        expected = own if step < 2 else np.mean(models[2 : step + 1 : every], axis=0)
         assert np.linalg.norm(scored - expected) <= 2**-24 * 4 * step * np.linalg.norm(expected), step
     assert not np.array_equal(found.scored[-1], models[-1])
 

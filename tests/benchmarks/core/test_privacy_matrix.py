@@ -327,6 +327,7 @@ BESIDE: dict[tuple[str, Any], tuple[str, ...]] = {
     ("privacy.sampler", "cyclic"): ("--federated.cohort_size=5",),
     ("augment.padding", "reflect"): ("--augment.crop=padded",),
     ("local.schedule", "exponential"): ("--local.schedule_factor=0.5",),
+    ("local.schedule", "cyclic"): ("--local.schedule_cycle=2", "--local.final_learning_rate=0.001"),
     ("model.trained", "two_layers"): ("--model.bottleneck=4",),
     ("model.trained", "norms"): ("--model.arch=resnet18",),
     **{("model.lora_trained", kind): ("--model.trained=lora",) for kind in ("both", "b")},

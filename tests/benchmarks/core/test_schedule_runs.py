@@ -18,6 +18,10 @@ from tests.benchmarks.run_files import error_line, lines
 
 POLY = ("--local.schedule=poly", "--local.schedule_power=0.9")
 COSINE = ("--server.schedule=cosine", "--server.final_learning_rate=0.02", "--server.optimizer=sgd")
+CYCLES = (
+    "--local.schedule=cyclic", "--local.schedule_cycle=2", "--local.final_learning_rate=0.01",
+    "--evaluation.average=swa", "--evaluation.average_every=2", "--evaluation.best_by=last",
+)  # fmt: skip
 CENTRAL = ("--config=c-r-17", "--centralised.schedule=exponential", "--centralised.schedule_factor=0.5")
 WARM = ("--config=c-r-17", "--centralised.warmup_epochs=1")
 BY_ROUND = [0.1 * left**0.9 for left in (1, 2 / 3, 1 / 3)]
@@ -41,7 +45,9 @@ def test_each_round_trains_its_users_and_steps_at_its_own_rate(engine: str, trai
 
 
 @pytest.mark.parametrize(
-    "words", [(*POLY, *COSINE), (*POLY, "--federated.algorithm=scaffold"), CENTRAL], ids=lambda w: w[-1]
+    "words",
+    [(*POLY, *COSINE), (*POLY, "--federated.algorithm=scaffold"), CENTRAL, CYCLES],
+    ids=lambda w: w[-1],
 )
 def test_a_killed_run_goes_on_to_the_bit(words: tuple[str, ...], train: Train) -> None:
     killed_and_resumed(train, 1, *words)
@@ -109,7 +115,10 @@ def test_an_effective_rate_is_what_the_schedule_begins_with() -> None:
     [
         (["--local.schedule_power=2"], "where local.schedule is constant: remove it, or choose poly"),
         (["--local.schedule=poly", "--local.schedule_factor=0.9"], "or choose exponential"),
-        (["--local.final_learning_rate=0.1"], "choose poly or cosine"),
+        (["--local.final_learning_rate=0.1"], "choose poly or cosine or cyclic"),
+        (["--local.schedule=poly", "--local.schedule_cycle=4"], "or choose cyclic"),
+        (["--server.schedule=cyclic"], "server.schedule_cycle is none: give the rounds of a cycle, at least"),
+        (["--evaluation.average_every=2"], "average is none: remove it, or set evaluation.average to ema or"),
         (["--server.schedule=cosine", "--server.warmup_rounds=3"], "or choose warmup_linear"),
         (["--server.schedule=exponential"], "server.schedule_factor is none"),
         (["--local.learning_rate=1e300"], "more than float32 holds: lower local.learning_rate"),
