@@ -42,7 +42,9 @@ class VisualClassification(OfClients[Config]):
 
     def __init__(self, run: Run, file: DataFile) -> None:
         data = run.config.data
-        share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
+        share = data.val_share if data.scored == "val" else 0.0
+        if CARVED in file.splits and share == type(data).val_share:
+            share = 0.0  # the default is for files without val; another share is refused
         super().__init__(run, file, share)
         if data.scored == "test":
             self.final_splits, self.followed = ("test",), "tracked"
