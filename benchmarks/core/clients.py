@@ -18,7 +18,7 @@ from dataset.partitions.drawn import deals_any, drawers, name_for, read_name
 from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
-from dataset.store.views import PARTITIONED, SingleLabelView
+from dataset.store.views import CARVED, PARTITIONED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
 
 C = TypeVar("C", bound=TrainingConfig)
@@ -37,9 +37,13 @@ class OfClients(Experiment[C]):
     target: ClassVar[str]
     """The target of the Makefile that makes the file."""
     mini: ClassVar[Mini]
+    without_val: ClassVar[str] = "give data.val_share, as 0.1"
+    """What to do about a file without val."""
     view: SingleLabelView
 
     def __init__(self, run: Run[C], file: DataFile, val_share: float) -> None:
+        if self.followed == "val" and CARVED not in file.splits and not val_share:
+            raise ValueError(f"{file.path} has no val split, and data.val_share is 0: {self.without_val}")
         super().__init__(run, file)
         data: Any = run.config.data
         cache = int(run.runtime.cache_gb * 1e9)

@@ -25,7 +25,6 @@ from dataset.partitions.drawn import deals_any, read_name
 from dataset.partitions.of_file import alike
 from dataset.store.annotated_view import AnnotatedView
 from dataset.store.hdf5 import DataFile
-from dataset.store.views import CARVED
 from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import autocast_of
@@ -50,8 +49,6 @@ class OfAnnotatedImages(OfClients[C]):
 
     target = "fedcv-data"
     view: AnnotatedView
-    without_val = "give data.val_share, as 0.1"
-    """What to do about a file without val."""
 
     def __init__(self, run: Run[C], file: DataFile) -> None:
         data: Any = run.config.data
@@ -60,8 +57,6 @@ class OfAnnotatedImages(OfClients[C]):
                 f"{file.path} has no images of test: make it again with such images, or with --val_as test, "
                 "which makes those of val the test images"
             )
-        if self.followed == "val" and CARVED not in file.splits and not data.val_share:
-            raise ValueError(f"{file.path} has no val split, and data.val_share is 0: {self.without_val}")
         super().__init__(run, file, data.val_share)
 
     def description(self) -> str:

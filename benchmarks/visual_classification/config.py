@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.client_data import ClientDataConfig, check_clients
-from benchmarks.core.config.privacy_rules import OF_THE_DATA, Rule, each, only
+from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each
 from benchmarks.core.config.sections import EvaluationConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree, merge
 from pfl_ext.configs import STRICT
@@ -53,8 +53,8 @@ class Config(TrainingConfig):
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = {
         **each(OF_THE_DATA, "data", "dataset partition taxonomy"),
-        "data.scored": only("val may be carved from training users' images; its scores are exact", "test"),
-        "data.val_share": Rule("read for data.scored=val alone, which is refused"),
+        **each(NOT_OF_TRAINING_USERS, "data", "scored"),
+        "data.val_share": Rule("read for data.scored=val alone, which is refused with a share above 0"),
     }
     setting: str = "cifar10-fedavgm"
     """Row of the paper's tables that this run is compared with."""

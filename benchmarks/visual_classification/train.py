@@ -39,13 +39,16 @@ class VisualClassification(OfClients[Config]):
     headline = SingleLabel.headline
     scores_users = True
     scores = ("loss", "accuracy", "C-accuracy")
+    without_val = "give data.val_share, as 0.1, or set data.scored to test and evaluation.best_by to last"
 
     def __init__(self, run: Run, file: DataFile) -> None:
         data = run.config.data
-        share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
-        super().__init__(run, file, share)
+        share = data.val_share if data.scored == "val" else 0.0
+        if CARVED in file.splits and share == type(data).val_share:
+            share = 0.0  # the default is for files without val; another share is refused
         if data.scored == "test":
             self.final_splits, self.followed = ("test",), "tracked"
+        super().__init__(run, file, share)
 
     def description(self) -> str:
         """Classes, partition, and what is scored over the rounds."""

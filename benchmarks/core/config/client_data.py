@@ -26,7 +26,8 @@ class ClientDataConfig(ImageConfig):
 
 
 def check_clients(config: TrainingConfig) -> None:
-    """`check_training`; refuse a share that is none, and where test is scored what reads or chooses by val.
+    """`check_training`; refuse a share that is none or of private users, and what reads val where test is
+    scored.
 
     Raises:
         ValueError: one line that names the key and what to do.
@@ -36,6 +37,11 @@ def check_clients(config: TrainingConfig) -> None:
     if not 0 <= data.val_share < 1:
         raise ValueError(f"data.val_share is {data.val_share:g}: give a number of at least 0 and below 1")
     if getattr(data, "scored", "val") != "test":
+        if config.is_private and data.val_share:
+            raise ValueError(
+                f"data.val_share is {data.val_share:g}, so val would be training users' images, and its "
+                "scores are exact, which privacy refuses: set data.val_share to 0 for the file's own val"
+            )
         return
     if data.val_share != type(data).val_share:
         raise ValueError("data.val_share has no effect if data.scored is test: set data.scored to val")

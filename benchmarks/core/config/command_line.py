@@ -1,10 +1,9 @@
 """Command lines by pydantic-settings: of training from a config's fields, of other commands from a dataclass.
 
 pydantic-settings makes one argparse parser of all sections: dotted keys, ``--key value`` and ``--key=value``,
-and a help text by section with the fields' own docstrings. Four things it could not do are done here: say
-which key an unknown one was meant to be, take dotted keys within a field that is a mapping, tell ``none`` for
-nothing from ``none`` as a choice of words (as of ``augment.flip``), and refuse a section that is given both
-whole and by its keys.
+and a help text by section with the fields' own docstrings. Three things it could not do are done here: say
+which key an unknown one was meant to be, take dotted keys within a field that is a mapping, and refuse a
+section that is given both whole and by its keys.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 
 from benchmarks.core.config.options_help import options_help
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from benchmarks.core.config.trees import Tree, dotted, leaves, section_in
+from benchmarks.core.config.trees import NOTHING, Tree, dotted, leaves, section_in
 
 LAYOUT = partial(RawDescriptionHelpFormatter, width=112, max_help_position=44)
-NOTHING = ("none", "null")
-"""Words for None where a field may be empty."""
 
 
 def _pairs(argv: Sequence[str]) -> dict[str, str]:
@@ -214,17 +211,11 @@ class CommandLine:
         names = dict.fromkeys(word.removeprefix("--").partition("=")[0] for word in argv)
         return {name: "none" if found[name] is None else found[name] for name in names if name in found}
 
-    def _values(self, tree: Tree, prefix: str = "") -> Tree:
-        """The tree with None for the words that mean it, and only for those."""
-        out: Tree = {}
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                out[key] = self._values(value, f"{prefix}{key}.")
-            elif value is None or (isinstance(value, str) and value.lower() in NOTHING):
-                out[key] = "none" if "none" in get_args(self._hints.get(prefix + key)) else None
-            else:
-                out[key] = value
-        return out
+    def _values(self, tree: Tree) -> Tree:
+        """The tree with None for the words that mean it."""
+        nothing = {key: None for key, value in tree.items() if str(value).lower() in NOTHING}
+        inner = {key: self._values(value) for key, value in tree.items() if isinstance(value, dict)}
+        return {**tree, **inner, **nothing}
 
     def help(self, text: str, program: str) -> str:
         """The help text: ``text``, then every key by section with its description and default, then the

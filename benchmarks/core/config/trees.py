@@ -16,6 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 Node = TypeVar("Node")
 Tree = dict[str, Any]
+NOTHING = ("none", "null")
+"""Words for None where a field may be empty."""
 
 
 def merge(base: Tree, over: Tree) -> Tree:
@@ -128,9 +130,13 @@ def leaves(kind: Any, prefix: str = "") -> tuple[Leaf, ...]:
     return _leaves(kind, prefix)
 
 
+_hints = cache(get_type_hints)
+"""The types of a dataclass's fields, which take milliseconds to find."""
+
+
 @cache
 def _leaves(kind: Any, prefix: str) -> tuple[Leaf, ...]:
-    hints, out = get_type_hints(kind), list[Leaf]()
+    hints, out = _hints(kind), list[Leaf]()
     for item in dataclasses.fields(kind):
         key, section = prefix + item.name, section_in(hints[item.name])
         if section is None:
@@ -166,13 +172,29 @@ def _explain(fault: Any, kind: Any, prefix: str) -> str:
     if fault["type"] != "unexpected_keyword_argument":
         return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
     for section in fault["loc"][:-1]:
-        kind = section_in(get_type_hints(kind)[section])
+        kind = section_in(_hints(kind)[section])
     known = [f.name for f in dataclasses.fields(kind)]
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, 1)
     section = "".join(f"{part}." for part in fault["loc"][:-1])
     return f"there is no config key {name}; " + (
         f"did you mean {prefix}{section}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
     )
+
+
+def _with_nothing(kind: Any, tree: Mapping[str, Any]) -> Tree:
+    """A tree with None for the words that mean it where a field may be empty, and with the word ``none`` for
+    None where that is a choice (as of ``augment.flip``)."""
+    hints, out = _hints(kind), dict(tree)
+    for key, value in tree.items():
+        hint = hints.get(key)
+        section, choices = section_in(hint), get_args(hint)
+        if section is not None and isinstance(value, Mapping):
+            out[key] = _with_nothing(section, value)
+        elif "none" in choices:
+            out[key] = "none" if value is None else value
+        elif type(None) in choices and isinstance(value, str) and value.lower() in NOTHING:
+            out[key] = None
+    return out
 
 
 def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
@@ -192,6 +214,8 @@ def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
         if isinstance(value, bool) and f"{key}.".startswith(_numbers(known)):  # pydantic takes true for 1
             raise ValueError(f"{where}: {prefix}{key} is {as_word(value)}: give a number")
     try:
-        return TypeAdapter(kind).validate_python(dict(tree) if isinstance(tree, Mapping) else tree)
+        return TypeAdapter(kind).validate_python(
+            _with_nothing(kind, tree) if isinstance(tree, Mapping) else tree
+        )
     except ValidationError as faults:
         raise ValueError(f"{where}: {_explain(faults.errors()[0], kind, prefix)}") from faults

@@ -147,6 +147,26 @@ def test_users_of_a_partition_have_their_own_images(
     assert "data.partition gives an image of user " in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_val_chooses_a_private_model_if_its_users_do_not_train(
+    photos: Path, by_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A val of training images is refused, and so is one of training users."""
+    words = ("--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20")
+    more = ("--local_privacy.epsilon=4", "--federated.weighting=users", "--model.input_size=20")
+    by_val = ("--data.scored=val", "--evaluation.best_by=accuracy")
+    file = numbered(photos, tmp_path)
+    for name, path, share, said in (
+        ("chosen", file, 0, ""),
+        ("carved", file, 0.1, "so val would be training users' images, and its scores are exact"),
+        ("both", by_images, 0, "users of val are also in train, "),
+    ):
+        where = (f"--data_path={path}", f"--run_dir={tmp_path / name}", f"--data.val_share={share}")
+        with sparingly(draw=False):
+            assert run(main, (*words, *TWO_USERS, *more, *by_val, *where)) == (2 if said else 0)
+        assert said in capsys.readouterr().err
+    assert "accuracy" in results(tmp_path / "chosen")["val"]
+
+
 @pytest.mark.parametrize("partition", ["none", "iid-clients-6-seed-0"])
 def test_they_count_as_seen_where_users_are_scored_by_themselves(
     partition: str, by_images: Path, tmp_path: Path

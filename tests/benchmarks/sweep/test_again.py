@@ -36,13 +36,13 @@ def swept(folder: Path, data: Path, rates: Sequence[float], *words: str, **more:
 
 
 def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
-    classes_file: Path, tmp_path: Path
+    file_without_val: Path, tmp_path: Path
 ) -> None:
     small = [word for word in VISION_SMALL if "progress" not in word and "learning_rate" not in word]
     program = {"program": "benchmarks.visual_classification.train", "command": None}
     best = {"metric": {"name": "val/accuracy", "goal": "maximize"}}
     words = ("--config=cifar10-fedavg", *small, *HELD_OUT, "--runtime.accumulate=fp64")
-    said = SAID.search(swept(tmp_path, classes_file, (1e-6, 0.05), *words, **program, **best))
+    said = SAID.search(swept(tmp_path, file_without_val, (1e-6, 0.05), *words, **program, **best))
     assert said is not None
     assert said[1] == "benchmarks.visual_classification.train"
     assert "--runtime.accumulate fp64 " in said[2], "which its numbers depend on"
@@ -56,7 +56,7 @@ def test_it_trains_on_all_images_with_the_best_rate_and_scores_test(
     assert f"learning_rate: {rate[1]}\n" in config
     assert "scored: test\n" in config
     found = results(tmp_path / "again")
-    assert (found["seed"], found["dataset"]) == (4, str(classes_file))
+    assert (found["seed"], found["dataset"]) == (4, str(file_without_val))
 
 
 def test_a_private_sweep_offers_no_seed(mini_file: Path, tmp_path: Path) -> None:

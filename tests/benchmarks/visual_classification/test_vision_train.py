@@ -165,6 +165,16 @@ def test_a_val_carved_from_train_chooses_the_model(
     assert "was best on val by accuracy;" in shown
 
 
+def test_a_file_without_val_needs_a_share(file_without_val: Path, refused: Refused) -> None:
+    words = (f"--data_path={file_without_val}", "--data.scored=val", "--data.val_share=0")
+    refused("has no val split, and data.val_share is 0: give data.val_share, as 0.1, or set data.sc", *words)
+
+
+def test_a_share_is_not_silently_ignored_where_the_file_has_a_val(refused: Refused) -> None:
+    """The default is, as it is for files without val."""
+    refused("already has a split 'val': set val_share to 0", "--data.scored=val", "--data.val_share=0.3")
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
