@@ -172,7 +172,7 @@ def test_a_file_without_val_needs_a_share(file_without_val: Path, refused: Refus
 
 def test_a_share_is_not_silently_ignored_where_the_file_has_a_val(refused: Refused) -> None:
     """The default is, as it is for files without val."""
-    refused("already has a split 'val': set val_share to 0", "--data.scored=val", "--data.val_share=0.3")
+    refused("already has a split 'val': set data.val_share to 0", "--data.scored=val", "--data.val_share=0.3")
 
 
 @pytest.mark.parametrize(
