@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.compare.reading import read_any
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment, classifier
-from benchmarks.core.own_code import own_code
+from benchmarks.core.own_code import own_code, with_own_code
 from benchmarks.reporting.runs import RunRecord, not_whole
 from dataset.arrays import ByteArray
 from dataset.files import OWN
@@ -142,7 +142,7 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
         raise ValueError(
             f"{directory}: the run has not finished; give its training command again to continue it"
         )
-    _check_own_code(record)
+    _check_own_code(record, experiment)
     classes = _classes(record)
     file = directory / "model.safetensors"
     if not file.is_file():
@@ -158,8 +158,9 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
     return Trained(record, experiment, classes, network.to(device).eval())
 
 
-def _check_own_code(record: RunRecord) -> None:
-    """Refuse files of the user's that were edited since the training: the weights may mean other things."""
+def _check_own_code(record: RunRecord, experiment: type[Experiment[Any]]) -> None:
+    """Refuse files of the user's that were edited since the training, or that nobody names now: the weights
+    may mean other things."""
     if record.config.own_code is None:  # it is computed by none of them
         return
     before, now = record.outcome.get("own_code", {}), own_code()
@@ -168,6 +169,11 @@ def _check_own_code(record: RunRecord) -> None:
         raise ValueError(
             f"{record.directory} was trained with another version of {', '.join(edited)} ({OWN}), so "
             "predictions would differ: restore the old file, or train again"
+        )
+    missing = sorted(before.keys() - now.keys())
+    if missing and with_own_code(record.config, experiment.benchmark.own) != record.config:
+        raise ValueError(
+            f"{record.directory} was trained with {', '.join(missing)}: set {OWN} to these files of yours"
         )
 
 
