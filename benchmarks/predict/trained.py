@@ -32,6 +32,7 @@ from pfl_ext.data.normalisation import FIXED, Scale
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.randomness import torch_stream
+from pfl_ext.tasks.detection_scores import CLASS, NO_BOX, SCORE
 from pfl_ext.tasks.task import Task
 
 BY_CLASS = ("per_class_ap", "per_class_accuracy", "per_class_iou")
@@ -100,6 +101,40 @@ class Trained:
           best first, filled up with the class -1.
         """
         return self.task.predicted(self.network(images.to(self.network.mean.device)).float())
+
+    def detect(self, images: Iterable[str | Path | ByteArray]) -> list[dict[str, Tensor]]:
+        """The boxes in images, in pixels of each image, in the form of torchvision's detectors.
+
+        Args:
+            images: files, or RGB pixels ``[H, W, 3]`` uint8 such as a video's frames (OpenCV's are BGR).
+
+        Returns:
+            For each image, best first: ``boxes`` ``[n, 4]`` left, top, right, bottom; ``labels`` ``[n]``, of
+            which 0 is the first of ``classes``; ``scores`` ``[n]``.
+
+        Raises:
+            ValueError: for a model that finds no boxes, and for what is no such image.
+        """
+        if self.task.outputs != "boxes":
+            raise ValueError(f"{self.record.directory} finds no boxes: use predict")
+        out = []
+        for image in images:
+            pixels, (height, width) = _pixels(image, self.image_size)
+            (rows,) = self.predict(torch.from_numpy(pixels[None].copy())).cpu()
+            rows = rows[rows[:, CLASS] != NO_BOX]
+            scale = torch.tensor([width, height, width, height]) / self.network.input_size
+            boxes, labels = rows[:, :CLASS] * scale, rows[:, CLASS].long()
+            out.append({"boxes": boxes, "labels": labels, "scores": rows[:, SCORE]})
+        return out
+
+
+def _pixels(image: str | Path | ByteArray, side: int) -> tuple[ByteArray, tuple[int, int]]:
+    """`read_image`, of a file or of RGB pixels."""
+    if isinstance(image, str | Path):
+        return read_image(Path(image), side)
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.shape[2:] != (3,):
+        raise ValueError("an image must be a path, or RGB pixels of numpy's type uint8 and shape [H, W, 3]")
+    return stored_images.resized(image, side), image.shape[:2]
 
 
 def read_image(path: Path, side: int) -> tuple[ByteArray, tuple[int, int]]:
