@@ -172,5 +172,6 @@ def check_that_python_detects_the_same(directory: Path, source: Path, listed: li
             boxes = found["boxes"]
             boxes[:, 2:] -= boxes[:, :2]
             assert boxes.numpy() == pytest.approx(np.array([e["bbox"] for e in of_photo]), abs=0.02)
+    of_float: Any = np.zeros((HEIGHT, WIDTH, 3))
     with pytest.raises(ValueError, match="a path, or RGB pixels of numpy's type uint8 and shape"):
-        model.detect([np.zeros((HEIGHT, WIDTH, 3))])
+        model.detect([of_float])
