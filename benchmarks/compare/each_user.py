@@ -14,8 +14,8 @@ from pfl_ext.tasks.multi_label_scores import shown
 
 FEW = 40
 """Most users of a run that are shown one by one."""
-PREFIX = "each user's"
-OWN = ", own models"
+OWN_MODELS = {"train": ", own models", "val": ", own models on val", "test": ", own models on test"}
+"""How the section of users' own models ends, by the split whose images score them."""
 NO_SCORES = ("group", "split", "user", "images", "training_images", "model", "cluster")
 """The columns of ``clients.csv`` that are no scores."""
 
@@ -26,13 +26,19 @@ class Score(NamedTuple):
     user: str
     name: str
     value: float
-    is_own: bool
-    """Whether it is that of the user's own model, on images held out from its training."""
+    kind: str = ""
+    """That of `OWN_MODELS`, for a score of the user's own model."""
 
 
-def section_of(score: str, is_own: bool = False) -> str:
+def section_of(score: str, kind: str) -> str:
     """The section of the measures of a score."""
-    return f"{PREFIX} {shown(score)}{OWN if is_own else ''}"
+    return f"each user's {shown(score)}{kind}"
+
+
+def sections_of(score: str) -> dict[str, str]:
+    """The sections that a score can have, with how the labels of their tables end."""
+    ends = ("", "-own", "-own-val", "-own-test")
+    return {end: section_of(score, kind) for end, kind in zip(ends, ("", *OWN_MODELS.values()), strict=True)}
 
 
 def scores_of(run: RunRecord) -> Iterator[Score]:
@@ -51,7 +57,7 @@ def _in_columns(whole: Mapping[str, Any]) -> Iterator[Score]:
     for name in whole.get("quantiles", ()):
         for user, value in zip(users, whole[name], strict=True):
             if value is not None:
-                yield Score(str(user), name, float(value), False)
+                yield Score(str(user), name, float(value))
 
 
 def _in_rows(run: RunRecord, is_alone: bool) -> Iterator[Score]:
@@ -63,6 +69,7 @@ def _in_rows(run: RunRecord, is_alone: bool) -> Iterator[Score]:
     if len({row["user"] for row in rows}) > FEW:
         return
     for row in {(row["model"], row["user"]): row for row in rows}.values():
+        kind = OWN_MODELS[row["split"]] if row["model"] == "personal" else ""
         for name in row.keys() - {*NO_SCORES}:
             if row[name] and math.isfinite(float(row[name])):
-                yield Score(row["user"], name, float(row[name]), row["model"] == "personal")
+                yield Score(row["user"], name, float(row[name]), kind)

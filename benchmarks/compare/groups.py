@@ -112,7 +112,8 @@ class Group:
 
         The group has a run that has ended.
         """
-        held_out = self.keys.get("federated.options.held_out") or 0
+        options = self.runs[0].config.federated.chosen_options
+        held_out = getattr(options, "set_aside", 0) if "federated.algorithm" in self.keys else 0
         split_seed = self.keys.get("federated.options.split_seed") if held_out else None
         val_share = self.keys.get("data.val_share") if self.keys.get("data.scored") == "val" else None
         sizes = tuple(map(self.keys.get, SIZES))

@@ -112,8 +112,7 @@ def latex_users(comparison: Comparison, command: str) -> str:
     """
     text = ""
     for score in comparison.headline:
-        for is_own in (False, True):
-            section = each_user.section_of(score, is_own)
+        for end, section in each_user.sections_of(score).items():
             groups = [
                 group
                 for group in comparison.groups
@@ -123,8 +122,8 @@ def latex_users(comparison: Comparison, command: str) -> str:
                     for one in comparison.measures[run.directory]
                 )
             ]
-            label = f"clients-{plain_names([shown(score)])[0]}{'-own' if is_own else ''}"
-            text += _of_classes(comparison, groups, section, label, score, is_own)
+            label = f"clients-{plain_names([shown(score)])[0]}{end}"
+            text += _of_classes(comparison, groups, section, label, score, is_own=end != "")
     return _head(comparison, command) + text if text else ""
 
 

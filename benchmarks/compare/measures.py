@@ -136,7 +136,7 @@ def _measures(run: RunRecord, kinds: ScoreKinds) -> Iterator[Measure]:
                 head = single_users.column(key, kinds.is_lower_better(each.score))
                 yield Measure(section, head, _unit_of_users(key, each.score, kinds), value)
         for one in each_user.scores_of(run):
-            section = each_user.section_of(one.name, one.is_own)
+            section = each_user.section_of(one.name, one.kind)
             yield Measure(section, one.user, unit_of(one.name, kinds), one.value)
     yield from _time(run)
     yield from _traffic(run)

@@ -164,7 +164,7 @@ def users(comparison: Comparison) -> Html:
     shown_first = [section for section in found if section.partition(",")[0] in first]
     others = [section for section in found if section not in shown_first]
     folded = tag("details", tag("summary", "Other scores of users"), measured(comparison, others))
-    each = [each_user.section_of(score, own) for score in comparison.headline for own in (False, True)]
+    each = [section for score in comparison.headline for section in each_user.sections_of(score).values()]
     parts = [measured(comparison, shown_first), measured(comparison, each)]
     return join([*parts, folded] if others else parts)
 

@@ -41,6 +41,7 @@ from benchmarks.core.recorder import Checkpoints, Recorder
 from benchmarks.core.run_directory import RunDirectory, directory_of, usable
 from benchmarks.core.said_once import said_once
 from benchmarks.core.secret import statement_path
+from benchmarks.core.single_users import own_split
 from benchmarks.core.tracking import Tracking
 from benchmarks.reporting.tables import text_table
 from dataset.cli import held
@@ -234,7 +235,7 @@ def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClas
     module, of_users = experiment.module(), 0
     _check_score_kinds(experiment, module.task)
     if experiment.config.mode == "federated":
-        of_users = check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
+        of_users = check_federated(experiment, module)
     check_disk(experiment.config, module, of_users, directory)
     return module
 
@@ -276,8 +277,8 @@ def _train(
         with held(recorder.unit) as recorder.held:
             train, val = inputs.split("train"), inputs.split("val")
             if config.mode == "federated":
-                partition, protected = experiment.partition(), experiment.protected()
-                model = train_federated(run, train, val, inputs.module, recorder, partition, protected)
+                users = experiment.partition(), experiment.protected(), own_split(experiment, inputs.split)
+                model = train_federated(run, train, val, inputs.module, recorder, *users)
             else:
                 model = train_centralised(run, train, val, inputs.module, recorder)
             asked = from_any(recorder.held.number)  # all stop, or none
@@ -383,6 +384,8 @@ def _write_results(
         "model_sha256": file_digest(directory / "model.safetensors"),
         "model_probe": probe_checksum(module),
     }
+    if "clients" in recorder.findings:  # scores of users' own models; the run's own are the server model's
+        results.pop("clients", None)
     if taken := ", ".join(sorted(recorder.findings.keys() & results.keys())):
         print(
             f"WARNING: results.json has {taken} of its own, so the algorithm's are left out", file=sys.stderr

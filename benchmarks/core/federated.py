@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.updates import check_kept, error_bytes
+from benchmarks.core.experiment import Experiment
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.losses import check_losses
 from benchmarks.core.precision import name_of, precision_of
@@ -27,8 +29,10 @@ from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.repeatable import check_repeatable
 from benchmarks.core.secret import Secret
+from benchmarks.core.single_users import own_split
 from pfl_ext.algorithms.algorithm import RunContext, Setup
 from pfl_ext.algorithms.fedir import importance_weights
+from pfl_ext.algorithms.own_images import OwnSplit
 from pfl_ext.algorithms.personal_parts import BACKBONE
 from pfl_ext.attacks.attack import HONEST, Attack, attackers
 from pfl_ext.averaging import ModelAverage
@@ -132,8 +136,9 @@ def setup(
     module: ImageClassifier,
     users: FederatedImageDataset,
     directory: Path | None = None,
+    own: OwnSplit | None = None,
 ) -> Setup:
-    """The run that its algorithm is chosen for; ``directory``: where it lies."""
+    """The run that its algorithm is chosen for; ``directory``: where it lies; ``own``: see `own_split`."""
     federated = config.federated
     return Setup(
         options=federated.chosen_options,
@@ -152,6 +157,7 @@ def setup(
         keeps_errors=bool(getattr(config.compression.chosen_options, "error_feedback", False)),
         devices=config.devices,
         folder=None if directory is None else directory / "checkpoint",
+        own=own,
     )
 
 
@@ -233,9 +239,7 @@ def tuner(
     return Tuner(checkpoints and checkpoints.parent, repr(settings)) if wanted and engine else None
 
 
-def check_federated(
-    run: AnyRun, store: ImageStore, module: ImageClassifier, partition: Partition | None
-) -> int:
+def check_federated(experiment: Experiment[Any], module: ImageClassifier) -> int:
     """Refuse what no training could be made of, before anything is written.
 
     Returns:
@@ -245,6 +249,7 @@ def check_federated(
         ValueError: for a task that mixes images, a cohort larger than the population, a budget that no noise
             keeps, per-user state that does not fit.
     """
+    run, store, partition = experiment.run, experiment.split("train"), experiment.partition()
     config = run.config
     if config.is_private or has_engine(run):
         check_losses(module, store, config.sampling, config.is_private, has_engine(run))
@@ -261,7 +266,7 @@ def check_federated(
     if draws_cohorts:
         users.cohort(federated.cohort_size)
     refuse(federated.chosen.refusals, workers=current() is not None)
-    chosen = setup(config, module, users)
+    chosen = setup(config, module, users, own=own_split(experiment, experiment.split))
     federated.chosen.check(chosen)
     check_kept(config, chosen)
     check_repeatable(config, module)
@@ -299,6 +304,7 @@ def train_federated(
     recorder: Recorder,
     partition: Partition | None = None,
     protected: ProtectedUnit = USERS,
+    own: OwnSplit | None = None,
 ) -> PyTorchModel:
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round.
 
@@ -312,6 +318,7 @@ def train_federated(
         recorder: of the run directory.
         partition: who owns the training images; None: the store's users.
         protected: whom a private run's guarantee is about.
+        own: see `single_users.own_split`.
     """
     config = run.config
     recorder.files.precision = name_of(run, module)
@@ -321,7 +328,7 @@ def train_federated(
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.files.path)
     score = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
-    training = run_context(run, setup(config, module, users, recorder.files.path), score, mechanism)
+    training = run_context(run, setup(config, module, users, recorder.files.path, own), score, mechanism)
     return _trained(config, training, recorder)
 
 

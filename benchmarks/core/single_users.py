@@ -10,7 +10,8 @@ Algorithms with a model for each user write ``clients`` themselves, in the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from benchmarks.core.features import Inputs
 from dataset.arrays import IntArray
 from dataset.store.index import in_another_split
 from dataset.store.views import PARTITIONED, Split
-from pfl_ext.algorithms.own_images import Scores, write_users
-from pfl_ext.data.federated_dataset import ImageStore, natural_partition
+from pfl_ext.algorithms.own_images import OwnSplit, Scores, write_users
+from pfl_ext.data.federated_dataset import ImageStore, Partition, natural_partition
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.workers.distributed import apart, begin_work, current, is_main
 
@@ -49,21 +50,65 @@ def scores_of_users(
     found, rows = {}, list[Tree]()
     for kind, splits in ORDER.items():
         for name in splits:
-            if name == "val" and experiment.followed != "val":
-                continue  # it is test, by another name
-            if name != "val" and name not in experiment.final_splits:
+            if not _has(experiment, name):
                 continue
             store, trained = inputs.split(name), trained_users(experiment, name)
             users = _users(store, trained, kind == "seen")
             if len(users) > 1:
-                scores = _scored(store, users, model)
-                found[kind] = {"split": name, **scores.summary(["server"])}
+                scores = _scored(OwnSplit(name, store, _rows(store)), users, model)
+                found[kind] = scores.summary(["server"])
                 ids = [store.user_ids[user] for user in users.tolist()]
-                rows += scores.each(kind, name, {user: trained.get(user, 0) for user in ids})
+                rows += scores.each(kind, {user: trained.get(user, 0) for user in ids})
                 break
     if rows and is_main():
         write_users(directory, rows)
     return {"clients": found} if found else {}
+
+
+def own_split(experiment: Experiment[Any], stores: Callable[[str], ImageStore]) -> OwnSplit | None:
+    """The images that score users' own models, by `federated.options.scored_on`; None: those of train.
+
+    Args:
+        experiment: of the run.
+        stores: the images of a split.
+
+    Raises:
+        ValueError: when the benchmark has no such split.
+    """
+    config = experiment.config
+    name = getattr(config.federated.chosen_options, "scored_on", "train")
+    if config.mode != "federated" or name == "train":
+        return None
+    if not _has(experiment, name):
+        raise ValueError(
+            f"federated.options.scored_on is {name}, but this run has no such split: set it to train or "
+            f"{'test' if name == 'val' else 'val'}"
+        )
+    store, of_user = stores(name), dict[str, IntArray]()
+    owners, of_clients = _training_users(experiment), _is_carved(experiment, name)
+    if of_clients or experiment.protected().partition is None:
+        of_user = dict(zip(store.user_ids, _rows(store)))
+    none = np.empty(0, np.int64)
+    either = [
+        (of_user.get(user, none), of_user.get(in_another_split(user, name), none)) for user in owners.user_ids
+    ]
+    return OwnSplit(name, store, [np.concatenate(rows) for rows in either])
+
+
+def _has(experiment: Experiment[Any], split: str) -> bool:
+    """Whether a run has val or test; where it follows test, its val is test by another name."""
+    return experiment.followed == "val" if split == "val" else split in experiment.final_splits
+
+
+def _training_users(experiment: Experiment[Any]) -> Partition:
+    partition = experiment.partition()
+    return natural_partition(experiment.split("train")) if partition is None else partition
+
+
+def _is_carved(experiment: Experiment[Any], split: str) -> bool:
+    """Whether a split was set aside from train, so that it belongs to the training users."""
+    images = experiment.split(split)
+    return isinstance(images, Split) and images.file_split == PARTITIONED
 
 
 def trained_users(experiment: Experiment[Any], split: str) -> dict[str, int]:
@@ -72,10 +117,9 @@ def trained_users(experiment: Experiment[Any], split: str) -> dict[str, int]:
     These are the file's own users, also where a drawn partition deals their images to clients: a client has
     the name of nobody in another split of the file. Only a val that is carved from train belongs to clients.
     """
-    train, partition, images = experiment.split("train"), experiment.partition(), experiment.split(split)
-    owners = natural_partition(train) if partition is None else partition
+    train, owners = experiment.split("train"), _training_users(experiment)
     clients = dict(zip(owners.user_ids, owners.sizes.tolist()))
-    if isinstance(images, Split) and images.file_split == PARTITIONED:
+    if _is_carved(experiment, split):
         return clients
     users = dict[str, int]()
     if isinstance(train, Split):
@@ -93,11 +137,14 @@ def _users(store: ImageStore, trained: Collection[str], seen: bool) -> IntArray:
     return np.flatnonzero(kind & (np.diff(store.user_offsets) > 0)).astype(np.int64)
 
 
-def _scored(store: ImageStore, users: IntArray, model: PyTorchModel) -> Scores:
-    offsets, workers = store.user_offsets, current()
-    rows = [np.arange(offsets[user], offsets[user + 1]) for user in users.tolist()]
-    scores = Scores(store, rows, model)
-    sizes = np.array([len(each) for each in rows], np.float64)
+def _rows(store: ImageStore) -> list[IntArray]:
+    """Those of each user."""
+    return [np.arange(*bounds) for bounds in pairwise(store.user_offsets.tolist())]
+
+
+def _scored(split: OwnSplit, users: IntArray, model: PyTorchModel) -> Scores:
+    scores, workers = Scores(split, users, model), current()
+    sizes = np.array([len(split.rows[user]) for user in users.tolist()], np.float64)
     mine = longest_first(sizes, 1 if workers is None else workers.world_size)
     begin_work(single_users=len(users))
     with apart():

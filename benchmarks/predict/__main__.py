@@ -270,7 +270,7 @@ def main(argv: Sequence[str]) -> None:
         model = trained(options.run_dir, get_default_device())
         size = min(model.task.scored_together, 64)
         places: Sequence[Path]
-        path, held_out = options.data_path or data_of(options.run_dir) or Path(), None
+        path, split, own = options.data_path or data_of(options.run_dir) or Path(), options.split, None
         known: Sequence[int] = model.record.data.get("category_ids", ())
         if options.user is not None or not options.images:
             if path == Path():
@@ -280,17 +280,20 @@ def main(argv: Sequence[str]) -> None:
                 _check_data(file, path, options.run_dir)
             known = file.provenance.get("category_ids", known)
         if options.user is not None:
-            model, held_out = own_model(model, file, options.user)
+            model, of_user, rows = own_model(model, file, options.user)
+            if split is None:
+                split, own = of_user, rows
         if options.images:
             files = _files(options.images, apart=model.task.outputs == "pixels")
             inputs: Sequence[Path] = [*files, path]
             batches, places, source = _of_files(model, files, size), [*files.values()], "image files"
         else:
-            inputs, split = [path], options.split or ("test" if held_out is None else "train")
-            if held_out is not None and options.split is None and not len(held_out):
-                raise ValueError(f"--user {options.user} has no held-out images: give --split or --images")
-            chosen = held_out if options.split is None else None
-            batches, places = _of_split(model, file, split, size, chosen)
+            inputs, split = [path], split or "test"
+            if own is not None and not len(own):
+                raise ValueError(
+                    f"--user {options.user} has no images of {split} that scored it: give --split or --images"
+                )
+            batches, places = _of_split(model, file, split, size, own)
             source = f"images of {split} in {path}"
         total = len(places)
         if model.task.outputs == "pixels":

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.core.experiment import trained_task
 from benchmarks.core.federated import run_context, setup, training_data
 from benchmarks.core.run_directory import RunDirectory
+from benchmarks.core.single_users import own_split
 from benchmarks.predict.trained import Trained, network_of
 from dataset.arrays import IntArray
 from dataset.store.hdf5 import DataFile
@@ -26,7 +27,7 @@ from pfl_ext.models.weights import some
 AGAIN = "make the run again with --runtime.keep_checkpoints true"
 
 
-def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntArray]:
+def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, str, IntArray]:
     """The model of a user after the last round, as the run scored it.
 
     Args:
@@ -35,8 +36,8 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
         user: the user's id; the client's, where the run's partition was drawn.
 
     Returns:
-        The model, and the rows of the split ``train`` on which the run scored it. There are none where
-        nothing of the user's was held out.
+        The model, and the split and its rows on which the run scored it. There are none where the user has
+        no images there, or nothing of the user's was held out.
 
     Raises:
         ValueError: one line, when the run or the user kept nothing, or the files are gone or damaged.
@@ -58,7 +59,7 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     module = network_of(model.record, task, len(model.classes), config.model)
     store = experiment.split("train")
     users = training_data(run, store, task, experiment.partition())
-    whole = setup(config, module, users, directory)
+    whole = setup(config, module, users, directory, own_split(experiment, experiment.split))
     kept = chosen.files if chosen.state_bytes(whole) else ()
     for path in (folder / name for name in ("last.safetensors", *kept)):
         if not path.is_file():
@@ -79,7 +80,8 @@ def own_model(model: Trained, file: DataFile, user: str) -> tuple[Trained, IntAr
     except ValueError as why:
         raise ValueError(f"--user {user} {why}: leave --user out for the server's model") from None
     network = merged(personal.pytorch_model).eval()
-    return dataclasses.replace(model, network=network), algorithm.images.held_out[number]
+    own = algorithm.images.split
+    return dataclasses.replace(model, network=network), own.name, own.rows[number]
 
 
 def _state_at_end(algorithm: Any, model: Trained, module: ImageClassifier) -> Any:

@@ -58,7 +58,7 @@ def of_run(run: RunRecord) -> Iterator[UserScores]:
         for model, words in MODELS.items():
             with suppress(*DAMAGE):
                 scored = run.outcome.get("clients", {}).get(group, {})
-                split = f", of {scored['split']}" if scored.get("split") in SPLITS else ""
+                split = f", of {scored['split']}" if scored.get("split") in SPLITS[1:] else ""
                 found = scored.get(model, {}).get("users", {})
                 for score, values in found.items():
                     known = {key: float(values[key]) for key in COLUMNS if key in values}

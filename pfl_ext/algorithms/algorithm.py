@@ -23,6 +23,7 @@ from torch import Tensor
 from pfl_ext.aggregation.norm_bound import BoundedUpdates, NormBound
 from pfl_ext.aggregation.rule import AggregationRule, Mean
 from pfl_ext.algorithms.channel import Channel
+from pfl_ext.algorithms.own_images import OwnSplit
 from pfl_ext.algorithms.spooled import SpooledRounds
 from pfl_ext.attacks.attack import Attack, Attackers
 from pfl_ext.backend import CentrallyEvaluatedBackend
@@ -91,6 +92,8 @@ class Setup:
     """Slow or unreliable devices; None: every user does all of its work at once."""
     folder: Path | None = None
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
+    own: OwnSplit | None = None
+    """The images of val or test that score users' own models; None: images held out from training do."""
 
     @property
     def touched(self) -> int:

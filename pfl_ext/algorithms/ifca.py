@@ -29,11 +29,11 @@ independently; of pretrained weights a is 0.1. As in the authors' code for CIFAR
 again until each is chosen by some users of round 0 (`balance`). If no draw does that, the most even one is
 kept. Otherwise the model that happens to be best would be trained by all users, and the others by nobody.
 
-Scores. Each user is scored on images of its own that it does not train on, as by Ditto (`held_out`), with the
-model that has the least loss on its training images: ``personal``, also for users who never took part. There
-is no single model for val and test, whose users need not have labels to choose by: the model of the most
-users (`Clusters.largest`) is scored there, saved as ``model.safetensors`` and is ``server`` in the scores of
-users. `MODELS` has all models after the last round.
+Scores. Each user is scored on images of its own that it does not train on, as by Ditto (`scored_on`), with
+the model that has the least loss on its training images: ``personal``, also for users who never took part.
+There is no single model for all of val and test, whose users need not have labels to choose by: the model of
+the most users (`Clusters.largest`) is scored there, saved as ``model.safetensors`` and is ``server`` in the
+scores of users. `MODELS` has all models after the last round.
 
 Letters: U users of a run, n users of a cohort, k models.
 """
@@ -107,7 +107,7 @@ class Ifca(Algorithm[Clusters]):
     }
 
     def __init__(self, context: RunContext) -> None:
-        self.images = OwnImages.of(context.users, context.options.held_out, context.options.split_seed)
+        self.images = OwnImages.of(context.users, context.options, context.own)
         super().__init__(replace(context, users=self.images.users))
         module = context.model.pytorch_model
         self.names = trained_names(module)
@@ -134,7 +134,7 @@ class Ifca(Algorithm[Clusters]):
                 "model.trained to all"
             )
         check_differ(setup, names)
-        check_scored(options)
+        check_scored(options, setup.own)
         if not options.balance and options.max_draws != IfcaOptions.max_draws:
             raise ValueError(
                 "federated.options.max_draws has no effect if federated.options.balance is 0, with which the "
@@ -306,8 +306,7 @@ class Ifca(Algorithm[Clusters]):
             if not len(users):
                 continue
             chosen = self._choice(state, users, number)
-            held_out = [self.images.held_out[user] for user in users.tolist()]
-            scores = Scores(self.images.users.store, held_out, self.model(state))
+            scores = Scores(self.images.split, users, self.model(state))
             with self.clients.dealt(users, number) as mine:
                 scores.add("server", mine)
                 for cluster in range(len(state.separate)):
@@ -316,7 +315,7 @@ class Ifca(Algorithm[Clusters]):
             found[group] = scores.summary(["personal", "server"])
             found[group]["users_of_models"] = numbered(np.bincount(chosen, minlength=len(state.separate)))
             if rows is not None:
-                each = scores.each(group, "train", self.images.training_images(users))
+                each = scores.each(group, self.images.training_images(users))
                 of_models = {"personal": chosen.tolist(), "server": [state.largest] * len(users)}
                 clusters = [c for kind in ("personal", "server") for c in of_models[kind]]
                 rows += [{**row, "cluster": cluster} for row, cluster in zip(each, clusters)]

@@ -22,8 +22,9 @@ What is chosen here:
 * A round's training loss is the task's, without the term.
 
 With ``mu 0`` this is FedAvg. A user keeps a whole model, which is also scored as its own (`own_images`) where
-``federated.options.held_out`` sets images aside. The engine does not know these steps, so pfl's loop over
-users makes them, in compiled layers on a CPU; each batch goes through three networks.
+``federated.options.held_out`` sets images aside, or ``scored_on`` names a split. The engine does not know
+these steps, so pfl's loop over users makes them, in compiled layers on a CPU; each batch goes through three
+networks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in its first round, from the run's first weights. It trains (`Personalised.train
 and sends an update of the shared variables. The server's optimiser steps on the mean of these updates, with
 FedAvg's weights. v_i is never sent. `pfl_ext.algorithms.cohort_vectors` stores the v_i.
 
-Each user is scored on images of its own that it does not train on (`federated.options.held_out`): at the end
+Each user is scored on images of its own that it does not train on (`federated.options.scored_on`): at the end
 (``clients`` in ``results.json``) and every `score_every` rounds (``clients`` in ``metrics.jsonl``). Users who
 have trained (``seen``) are reported apart from those who have not (``new``). ``personal`` is the user's own
 model and ``server`` the server's. A new user has only the server's model, in which the variables that stay
@@ -81,7 +81,7 @@ class Personalised(ServerModelAlgorithm):
     has_user_models: ClassVar[bool] = True
 
     def __init__(self, context: RunContext) -> None:
-        self.images = OwnImages.of(context.users, context.options.held_out, context.options.split_seed)
+        self.images = OwnImages.of(context.users, context.options, context.own)
         super().__init__(replace(context, users=self.images.users))
         self.clients, module = Clients(self.context), context.model.pytorch_model
         self.twin = CompiledTwin(context.model, context.kernels if self.in_loop else None)
@@ -159,7 +159,7 @@ class Personalised(ServerModelAlgorithm):
         """Refuse a network without variables to keep, scores of no images, and states that need more disk
         than is allowed.
         """
-        check_scored(setup.options)
+        check_scored(setup.options, setup.own)
         state, most = cls.state_bytes(setup), setup.options.max_state_gb
         if state / 1e9 > most:
             numbers = state // (4 * setup.touched)
@@ -243,7 +243,7 @@ class Personalised(ServerModelAlgorithm):
                 scores, kinds = self._scores_of(x, users, number, group == "seen" or self.tunes)
                 found[group] = scores.summary(kinds)
                 if rows is not None:
-                    rows += scores.each(group, "train", self.images.training_images(users))
+                    rows += scores.each(group, self.images.training_images(users))
         self.clients.model(x)
         return found
 
@@ -251,8 +251,7 @@ class Personalised(ServerModelAlgorithm):
         self, x: Weights, users: IntArray, number: int, personal: bool
     ) -> tuple[Scores, Sequence[str]]:
         """Scores of one group, and their kinds. ``personal``: whether users' own models are scored, too."""
-        held_out = [self.images.held_out[user] for user in users.tolist()]
-        scores = Scores(self.images.users.store, held_out, self.context.model)
+        scores = Scores(self.images.split, users, self.context.model)
         with self.clients.dealt(users, number) as mine:
             scores.add("server", mine)
         if not personal:
@@ -313,4 +312,5 @@ def shown(task: Task, group: str, found: Mapping[str, Any]) -> str:
         digits = task.score_kinds.decimals(column, [pooled], 2)
         spread = ", ".join(f"{name} {value:.{digits}f}" for name, value in users.items() if name in SHOWN)
         parts.append(f"{kind} models: pooled {pooled:.{digits}f}, over users {spread}")
-    return f"own held-out images of {found['users']} {group} users, {column}: {'; '.join(parts)}"
+    images = "held-out images" if found["split"] == "train" else f"images in {found['split']}"
+    return f"own {images} of {found['users']} {group} users, {column}: {'; '.join(parts)}"

@@ -27,6 +27,9 @@ from torch import Tensor
 from dataset.arrays import Float32Array
 from dataset.files import written
 
+PLACES = ("rows", "rows_before")
+"""Names of the tensors in a checkpoint that say where in the file vectors lie, which interruptions change."""
+
 
 class UserVectors:
     """``[U, P]`` float32. A row is absent until written; threads may use different users at the same time.
@@ -116,7 +119,7 @@ class UserVectors:
         assert not self._pending, "between two rounds"
         with written(self._path):
             os.fsync(self._file)
-        arrays = {"rows": self._now, "rows_before": self._last, "digests": self._digests}
+        arrays = dict(zip((*PLACES, "digests"), (self._now, self._last, self._digests)))
         return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
     def saved(self) -> None:
@@ -131,7 +134,7 @@ class UserVectors:
             ValueError: when the file does not hold the vectors that the checkpoint names.
         """
         self._now, self._before, self._digests = (
-            tensors[name].numpy().copy() for name in ("rows", "rows_before", "digests")
+            tensors[name].numpy().copy() for name in (*PLACES, "digests")
         )
         self._last = self._now.copy()
         self._count = max(int(self._now.max(initial=-1)), int(self._before.max(initial=-1))) + 1

@@ -54,5 +54,9 @@ def two_images(side: int) -> Tensor:
 
 
 def agree(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether these outputs of a network are the same up to rounding, relative to the largest of them."""
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    """Whether these outputs of a network are the same up to rounding, relative to the largest of them.
+
+    Of a network that has diverged, outputs that are not finite say nothing: training reports it.
+    """
+    largest = float(expected.abs().nan_to_num().max())
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

@@ -95,7 +95,7 @@ def load_weights(
     where the file has nothing of it; `drawn_in` says so.
 
     Raises:
-        ValueError: unless names and all other shapes are exactly the network's.
+        ValueError: unless names and all other shapes are exactly the network's, and all numbers finite.
     """
     tensors = _without_prefix(tensors, backbone)
     if isinstance(backbone, EncoderDecoder) and not any(name.startswith("encoder.") for name in tensors):
@@ -122,6 +122,11 @@ def load_weights(
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(loaded[name])
+    if bad := [name for name, tensor in wanted.items() if not tensor.isfinite().all()]:
+        raise ValueError(
+            f"{source} holds numbers that are not finite (NaN, infinity, or too large for float32), in "
+            f"{some(bad)}: give other weights"
+        )
 
 
 def _without_prefix(tensors: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:

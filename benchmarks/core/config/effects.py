@@ -342,12 +342,11 @@ def _check_average(config: TrainingConfig) -> None:
             "model of the server that could be averaged over rounds: set evaluation.average to none, or "
             "choose another algorithm, such as fedavg"
         )
-    held_out = getattr(federated.chosen_options, "held_out", 0)
-    if config.mode == "federated" and held_out:
+    if config.mode == "federated" and getattr(federated.chosen_options, "scores_users", False):
         raise ValueError(
-            f"evaluation.average is {evaluation.average}, but federated.options.held_out is {held_out:g}, "
-            f"and on these images {federated.name} scores the server's own model and not the average: set "
-            "one of them to its default"
+            f"evaluation.average is {evaluation.average}, but {federated.name} scores the server's own model "
+            "on users' images, and not the average: set evaluation.average to none, or "
+            "federated.options.held_out and scored_on to their defaults"
         )
     if evaluation.average_from_round >= config.num_steps:
         steps = f"{config.mode}.num_{config.unit}s"

@@ -80,6 +80,7 @@ YOUNGER = {
     "attack.options": None,
     "attack.share": 0.2,
     "federated.options.room": 0.0,
+    "federated.options.scored_on": "train",
     "federated.options.sigma": 1.0,
     "federated.options.sigma0": 1.0,
     "federated.options.gamma": 1.0,

@@ -50,8 +50,10 @@ def check_updates(config: TrainingConfig) -> None:
             f"compression does not apply to attackers: set compression.kind to {PLAIN}, or choose "
             "another attack"
         )
-    scores = getattr(federated.chosen_options, "held_out", 0.0) > 0
-    if scores and config.attack.chosen.images is not Attack.images:
+    if (
+        getattr(federated.chosen_options, "set_aside", 0.0)
+        and config.attack.chosen.images is not Attack.images
+    ):
         raise ValueError(
             f"attack.kind is {config.attack.name}, which also changes the labels of attackers' held-out "
             "images, on which users are scored: set federated.options.held_out to 0, or choose another attack"

@@ -93,7 +93,7 @@ def test_algorithms_without_a_model_of_the_server_refuse_it(refused: Refused) ->
         (("--evaluation.average=ema", "--evaluation.average_decay=1"), "evaluation.average_decay"),
         (
             ("--evaluation.average=ema", "--federated.algorithm=moon", "--federated.options.held_out=0.2"),
-            "on these images moon scores the server's own model and not the average",
+            "moon scores the server's own model on users' images, and not the average",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
     images: OwnImages = algorithm.images
     for user, size in enumerate(SIZES):
         rows = range(store.user_offsets[user], store.user_offsets[user + 1])
-        kept, scored = images.users.partition.rows_of(user), images.held_out[user]
+        kept, scored = images.users.partition.rows_of(user), images.split.rows[user]
         assert len(scored) == (0 if size == 1 else min(max(size - round(0.6 * size), 1), size - 1))
         assert sorted([*kept, *scored]) == list(rows)
     own = vectors(algorithm, 5).double().numpy()
@@ -109,10 +109,10 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         for kind in ("personal", "server") if group == "seen" else ("server",):
             right, losses = [], []
             for user in members.tolist():
-                if not len(images.held_out[user]):
+                if not len(images.split.rows[user]):
                     continue
                 w = np.concatenate([x[:-CLASSES], own[user]]) if kind == "personal" else x
-                pixels, targets = store.read(images.held_out[user])
+                pixels, targets = store.read(images.split.rows[user])
                 batch = Batch.of(
                     torch.from_numpy(pixels), torch.from_numpy(targets), torch.tensor([[0, 0, 2, 2, 0, 0]])
                 )

@@ -181,6 +181,8 @@ def test_each_user_has_a_row_in_a_table_for_a_paper(train: Train) -> None:
     with (personal / "clients.csv").open(newline="") as file:
         own = {row["user"]: row["mIoU"] for row in csv.DictReader(file) if row["model"] == "personal"}
     assert {row[0]: row[1] for row in of_own[1:]} == {u: f"{float(v):.2f}" for u, v in own.items()}
+    of_all = results(personal)["clients"]["seen"]["personal"]["users"]["mIoU"]
+    assert of_all["mean"] == pytest.approx(np.mean([float(value) for value in own.values()]), abs=1e-3)
     assert "not trained on" in text
 
 
@@ -359,6 +361,7 @@ def test_users_masks_are_predicted_with_the_model_of_their_cluster(
     options = ("--federated.algorithm=ifca", "--model.init=xavier", "--runtime.keep_checkpoints=true")
     whole, directory = killed_and_resumed(train, 1, *options)
     assert results(directory)["clients"] == results(whole)["clients"]
+    assert "personal" in results(whole)["clients"]["seen"], "not those that every run of masks has"
     assert np.array_equal(weights(directory), weights(whole))
     row = (directory / "clients.csv").read_text().splitlines()[1].split(",")
     assert row[0] == "seen"

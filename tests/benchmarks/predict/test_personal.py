@@ -71,7 +71,7 @@ def test_each_user_is_scored_as_the_run_did(
             assert {row["user"] for row in found[-1]} == {user}
         else:
             assert code == 2
-            assert "no held-out images" in capsys.readouterr().err, "it has one image"
+            assert "no images of train that scored it" in capsys.readouterr().err, "it has one image"
     scored = results(directory)["clients"]["seen"]
     assert scored["images"] == sum(map(len, found))
     own, server = scored["personal"], scored["server"]
@@ -129,7 +129,8 @@ def test_images_and_splits_can_be_given_to_a_users_model(
     assert (numbers(own, names) != numbers(server, names)).any()
     model = trained(personal)
     with DataFile(mini_file) as file:
-        theirs, held_out = own_model(model, file, user)
+        theirs, split, held_out = own_model(model, file, user)
+        assert split == "train"
         assert len(held_out) > 0
     np.testing.assert_allclose(
         numbers(rows_of(tmp_path / "a.csv"), names), theirs.predict(theirs.read([photo])), rtol=1e-5
@@ -172,7 +173,7 @@ def test_what_is_refused(
         (swept, seen[0], "last.safetensors is missing, perhaps because the run removed it at its end"),
         (damaged, seen[0], "is not the one that the checkpoint was written with"),
         (earlier, seen[0], "last.safetensors is not the checkpoint of the end of the run: make the run"),
-        (unscored, seen_users(unscored, mini_file)[0], "has no held-out images: give --split or --images"),
+        (unscored, seen_users(unscored, mini_file)[0], "no images of train that scored it: give --split or"),
     ):
         assert run(main, [str(directory), f"--user={user}", f"--output={tmp_path / 'p.csv'}"]) == 2
         line = capsys.readouterr().err

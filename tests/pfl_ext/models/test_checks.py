@@ -12,6 +12,7 @@ from pfl_ext.models.checks import check_groups
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.dropout import count_left_out
+from pfl_ext.models.probing import agree
 from pfl_ext.models.small import NETWORKS
 
 
@@ -247,3 +248,11 @@ def test_a_network_that_draws_by_itself_is_refused_and_attention_loses_its_dropo
     assert count_left_out(network) == 4, "three layers, and attention"
     assert network.training
     assert network(images).equal(network(images))
+
+
+def test_outputs_that_are_not_finite_are_no_fault_of_the_network() -> None:
+    """Training says that it has diverged; before that, comparing outputs ended in a traceback."""
+    outputs = torch.tensor([1.0, torch.nan, torch.inf])
+    assert agree(outputs, outputs, 1e-6)
+    assert not agree(outputs + torch.tensor([0.1, 0, 0]), outputs[[0, 1, 0]], 1e-6)
+    assert not agree(torch.tensor([1.1]), torch.tensor([1.0]), 1e-6)

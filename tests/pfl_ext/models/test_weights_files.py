@@ -70,6 +70,15 @@ def test_a_network_whose_own_names_begin_so_keeps_them() -> None:
     assert torch.equal(network.module.weight, tensors["module.weight"])
 
 
+@pytest.mark.parametrize("value", [float("nan"), 1e300], ids=["nan", "beyond float32"])
+def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
+    network = nn.Linear(2, 2)
+    tensors = {name: tensor.double() for name, tensor in network.state_dict().items()}
+    tensors["weight"][0, 1] = value
+    with pytest.raises(ValueError, match=r"^w\.pth holds numbers that are not finite .*, in weight: give"):
+        load_weights(network, None, "linear", tensors, "w.pth")
+
+
 @pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
 def test_a_saved_model_of_ours_is_a_weights_file(pretrained: bool, tmp_path: Path) -> None:
     build = partial(drawn, SMALLEST, pretrained=pretrained)

@@ -1,0 +1,135 @@
+"""What `benchmarks.check` finds in algorithms of one's own: some forget something, one does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from benchmarks.check.__main__ import main as check_command
+from benchmarks.check.interrupted import interrupted
+from benchmarks.check.runs import INTERRUPTED, TWO_WORKERS, Refused, Runs, check, distance
+from benchmarks.visual_classification.train import main
+from dataset.cli import RESUMABLE, run
+from pfl_ext.algorithms.algorithm import register
+from tests import warm
+from tests.benchmarks.conftest import classes_file as classes_file
+from tests.benchmarks.run_files import error_line
+from tests.benchmarks.sparing import sparingly
+from tests.launching import environment
+from tests.test_extending import dropped as dropped
+
+SMALL = (
+    "--config=cifar10-fedavg", "--scale=mini", "--model.arch=lenet", "--data.image_size=20",
+    "--model.input_size=20", "--federated.cohort_size=4", "--federated.num_rounds=3", "--local.batch_size=4",
+)  # fmt: skip
+
+
+class InThisProcess(Runs):
+    """Runs without other processes, and so with a single worker."""
+
+    def train(self, name: str, *more: str, by: Sequence[str] = ()) -> bool:
+        if by == TWO_WORKERS:
+            raise Refused("one process")
+        where = (f"--run_dir={self.folder / name}", "--runtime.keep_checkpoints=true")
+        with interrupted() if by == INTERRUPTED else nullcontext(), sparingly(draw=False):
+            code = run(main, [*self.command, *where, *more])
+        assert code in (0, RESUMABLE)
+        return code == 0
+
+
+class Warm(Runs):
+    """Runs in processes that have what they import."""
+
+    start = (sys.executable, warm.__file__)
+
+
+@pytest.fixture
+def found(classes_file: Path, tmp_path: Path) -> Any:
+    """Check an algorithm; whether all is kept, and the lines."""
+
+    def call(name: str) -> tuple[bool, list[str]]:
+        said = list[str]()
+        words = (*SMALL, f"--federated.algorithm={name}", f"--data_path={classes_file}")
+        return check(InThisProcess(words, tmp_path), said.append), said
+
+    return call
+
+
+def test_what_forgets_nothing_is_equal(dropped: None, found: Any) -> None:
+    kept, said = found("slowmo")
+    assert kept
+    assert said[:2] == [
+        "trained again: equal, bit for bit",
+        "stopped after each round, and gone on with: equal, bit for bit",
+    ]
+    assert said[2].startswith("by pfl's own loop: equal")
+    assert said[3:] == ["by two workers: refused: one process"]
+
+
+def test_a_state_outside_of_the_checkpoint_is_found(dropped: None, found: Any) -> None:
+    slowmo = import_module("pfl_ext.algorithms.slowmo").SlowMo
+
+    @register("forgetful")
+    class Forgetful(slowmo):  # type: ignore[misc, valid-type]
+        def round(self, state: Any, number: int) -> Any:
+            x, self.u = state[0], getattr(self, "u", state[1])
+            (x, self.u), line = super().round((x, self.u), number)
+            return (x, state[1]), line
+
+        def load(self, state: Any, tensors: Mapping[str, Tensor]) -> Any:
+            return super().load(state, tensors)
+
+    kept, said = found("forgetful")
+    assert not kept
+    assert said[0] == "trained again: equal, bit for bit"
+    assert said[1].startswith("stopped after each round, and gone on with: NOT EQUAL: x/backbone.")
+    assert said[1].endswith(", ... in results.json")
+
+
+def test_what_draws_by_itself_and_what_depends_on_the_engine_is_found(dropped: None, found: Any) -> None:
+    slowmo, drawn = import_module("pfl_ext.algorithms.slowmo").SlowMo, iter(range(1, 100))
+
+    @register("drawing")
+    class Drawing(slowmo):  # type: ignore[misc, valid-type]
+        def round(self, state: Any, number: int) -> Any:
+            (x, u), line = super().round(state, number)
+            factor = next(drawn) if self.context.engine is not None else -1.0
+            return (x, {name: factor * w for name, w in u.items()}), line
+
+    kept, said = found("drawing")
+    assert not kept
+    assert said[0].startswith("trained again: NOT EQUAL: u/backbone.")
+    assert said[2].startswith("by pfl's own loop: NOT EQUAL: the states differ by ")
+
+
+def test_it_trains_in_processes_of_their_own(
+    classes_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    words = ("benchmarks.visual_classification.train", *SMALL, f"--data_path={classes_file}")
+    runs = Warm(words, tmp_path)
+    assert not runs.train("stopped", by=INTERRUPTED)
+    assert runs.train("two", "--federated.num_rounds=1", by=(*TWO_WORKERS[:-1], warm.__file__))
+    assert runs.state("stopped").keys() == runs.state("two").keys()
+    assert distance(runs.state("stopped"), runs.state("two")) < 1e-4, "one round is done"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name the module that trains, such as benchmarks.fedcv.classification.train"),
+        (["benchmarks.flair.train", "--run_dir=here"], "leave --run_dir out: the runs lie in a"),
+        (["benchmarks.nothing", "--a=b"], "No module named benchmarks.nothing"),
+    ],
+)
+def test_what_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(check_command, words) == 2
+    assert message in error_line(capsys)
