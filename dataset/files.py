@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -252,8 +253,9 @@ def own_modules() -> list[ModuleType]:
     sys.path += [place for place in dict.fromkeys(map(str, folders)) if place not in sys.path]
     found = []
     for name, path in zip(names, paths):
+        plain = path.stem if path else name
         try:
-            found.append(importlib.import_module(path.stem if path else name))
+            found.append(_as_command(plain) or importlib.import_module(plain))
         except (Exception, SystemExit) as fault:
             raise ValueError(
                 f"{OWN} names {name}, which cannot be imported{'' if path else ' from here or PYTHONPATH'} "
@@ -265,6 +267,13 @@ def own_modules() -> list[ModuleType]:
                 f"{OWN} names {name}, but Python imports {place} under the name {path.stem}: rename yours"
             )
     return found
+
+
+def _as_command(name: str) -> ModuleType | None:
+    """The module that runs as a command, if it is the one of this name, which must not run a second time."""
+    file = getattr(main := sys.modules["__main__"], "__file__", None)
+    spec = importlib.util.find_spec(name) if file and name not in sys.modules else None
+    return main if spec and spec.origin and file and Path(spec.origin) == Path(file).absolute() else None
 
 
 def _place_of(module: ModuleType, path: Path) -> Path | None:

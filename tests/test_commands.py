@@ -22,6 +22,7 @@ from benchmarks.core.experiment import Experiment
 from benchmarks.flair.train import Flair
 from benchmarks.published import train as published
 from pfl_ext.algorithms.algorithm import ALGORITHMS
+from pfl_ext.models.small import NETWORKS
 from tests.dataset.convert.made_sources import convert, write_csv, write_folder
 from tests.shown import ROOT, Shown, commands, recorded
 
@@ -114,9 +115,14 @@ def test_commands_of_a_page_are_read_by_their_programs(
         monkeypatch.syspath_prepend(str(ROOT / "tests" / "dropped" / "algorithms"))
         monkeypatch.setattr(ALGORITHMS, "_things", dict(ALGORITHMS._things))
         monkeypatch.setattr(ALGORITHMS, "_is_complete", False)
+    if "python -m traffic" in text:  # another one
+        monkeypatch.syspath_prepend(str(ROOT / "tests" / "dropped"))
+        NETWORKS.names()
+        monkeypatch.setattr(NETWORKS, "_things", dict(NETWORKS._things))
     said = (refused(command, tmp_path, monkeypatch, capsys) for command in commands(text))
     faults = [fault for fault in said if fault]
-    sys.modules.pop("confident", None)
+    for name in ("confident", "traffic"):
+        sys.modules.pop(name, None)
     assert not faults, "\n".join(faults)
 
 

@@ -119,7 +119,7 @@ def test_code_that_a_page_shows_is_a_file_that_a_test_runs() -> None:
         if kind == "python"
     ]
     files = {path.read_text() for path in (ROOT / "tests" / "dropped").rglob("*.py")}
-    assert len(shown) == 6
+    assert len(shown) == 7
     assert [body for body in shown if body not in files] == []
 
 

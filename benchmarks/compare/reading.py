@@ -9,8 +9,10 @@ from typing import Any
 from benchmarks.compare.groups import Comparison, Group, labelled
 from benchmarks.compare.measures import Measure, measures, without_repeated_last
 from benchmarks.core.config.digests import digest, tree_digest
+from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.experiment import Experiment
+from benchmarks.core.own_code import with_own_code
 from benchmarks.reporting.folders import find_runs
 from benchmarks.reporting.known import Known, of_own_modules, of_project, of_train_modules
 from benchmarks.reporting.runs import (
@@ -64,8 +66,9 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
     """A run, whichever benchmark it is of.
 
     The configs of some benchmarks are of one type and differ in their defaults. The run's benchmark is the
-    one that ships its setting; else one that reads the config as it was written down; else any that can read
-    it. Those of the user's own are found in the modules of FL_IMPORT, and in ``benchmarks/*/train.py``.
+    one that ships its setting, and is computed by the files of the user's own that the config counts; else
+    one that reads the config as it was written down; else any that can read it. Those of the user's own are
+    found in the modules of FL_IMPORT, and in ``benchmarks/*/train.py``.
 
     Raises:
         ValueError: what is wrong with it, in a line.
@@ -76,10 +79,10 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
         raise not_whole(directory, f"config.yaml cannot be read: {' '.join(str(fault).split())}") from None
     if not tree:
         raise not_whole(directory, "config.yaml is empty")
-    found: list[tuple[tuple[bool, bool], Known]] = []
+    found: list[tuple[tuple[bool, bool, bool], Known]] = []
     faults = []
     for kinds in (of_project, of_own_modules, of_train_modules):
-        if any(ships_it for (ships_it, _), _ in found):
+        if any(ships_it and is_its_code for (ships_it, is_its_code, _), _ in found):
             break  # what is left takes time to import
         for known in kinds():
             try:
@@ -87,7 +90,8 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
             except ValueError as fault:
                 faults.append(str(fault))
                 continue
-            rank = config.setting in known.benchmark.settings, digest(config) == tree_digest(tree)
+            ships_it = config.setting in known.benchmark.settings
+            rank = ships_it, _is_its_code(config, known), digest(config) == tree_digest(tree)
             found.append((rank, known))
     if not found:
         own = [fault for fault in faults if OWN in fault]
@@ -100,6 +104,12 @@ def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
     if record.fault is not None:
         raise not_whole(directory, record.fault)
     return record, known.experiment()
+
+
+def _is_its_code(config: TrainingConfig, known: Known) -> bool:
+    """Whether a config counts the files of the user's own that this benchmark would be computed by."""
+    own = config.own_code
+    return own is None or with_own_code(config, known.benchmark.own).own_code == own
 
 
 def _is_foreign(fault: str) -> tuple[bool, int]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 PACKAGE = "flair-on-pfl"
 
+PROJECT = {"benchmarks", "dataset", "pfl_ext", "tests"}
+"""The packages whose version `commit` says."""
+
 
 def commit() -> str | None:
     """The commit of this checkout, with ``+`` where files differ from it or its code has others besides.

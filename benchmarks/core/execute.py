@@ -265,7 +265,7 @@ def _train(
     """A run that has not ended yet, to its end; its results, on the first worker."""
     run, config, results = experiment.run, experiment.config, None
     facts = {"data": dataset_facts(experiment.file), **start_facts(config, module, run.weights)}
-    facts |= {"own_code": found} if (found := own_code(type(config))) else {}
+    facts |= {"own_code": found} if (found := own_code(type(config), experiment.benchmark.own)) else {}
     if is_main():
         _announce(experiment, files, module, data_path)
     inputs = inputs_of(experiment, module, data_path)

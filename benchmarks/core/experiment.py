@@ -6,6 +6,7 @@ and ``main``. Only what has no default here must be written.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
+from benchmarks.core.code_version import PROJECT
 from benchmarks.core.config.benchmark import Benchmark, Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree, read_yaml
@@ -92,6 +94,12 @@ class Experiment(ABC, Generic[C]):
     followed: str = "val"
     """What the scores of ``split("val")`` over the rounds are called: ``val``, by which a model may be
     chosen, or ``tracked``, which are those of test and choose nothing."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """The benchmark of a user's own class knows its module, so that a run counts the files of that."""
+        super().__init_subclass__(**more)
+        if hasattr(cls, "benchmark") and cls.__module__.partition(".")[0] not in PROJECT:
+            cls.benchmark = dataclasses.replace(cls.benchmark, own=cls.__module__)
 
     def __init__(self, run: Run[C], file: DataFile) -> None:
         self.run, self.config, self.file = run, run.config, file

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from benchmarks.core.config.sections import PrivacySection, TrainingConfig
 from benchmarks.core.config.trees import Tree
@@ -156,7 +157,7 @@ class Ledger(ABC):
         over_all = ratio * np.sqrt(rounds)  # updates may all point one way, and independent noise does not
         central = self._run_config.privacy
         if is_main() and (central is None or central.band == 1) and over_all < 1:
-            print(
+            tqdm.write(  # on a line of its own, beside the bar of the rounds
                 f"WARNING: the noise of a round is {1 / ratio:,.3g} times as long as the largest "
                 f"possible mean update, and that of all {rounds:,} rounds {1 / over_all:,.3g} times as "
                 "long as all updates together: the model may learn hardly anything. Use larger cohorts, a "

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from benchmarks.core.code_version import PROJECT
 from benchmarks.core.config.sections import TrainingConfig
 from dataset.files import OWN, file_digest, own_modules
 from dataset.partitions.drawn import drawers, name_for, read_name, registered_by
@@ -27,30 +28,33 @@ from pfl_ext.models.small import NETWORKS
 from pfl_ext.registry import Registry
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
-PROJECT = {"benchmarks", "dataset", "pfl_ext", "tests"}
-"""The packages whose version `commit` says."""
 DIGITS = 12
 """How much of the SHA-256 a config holds."""
 
 
-def own_code(kind: type[TrainingConfig] | None = None) -> dict[str, str]:
+def own_code(kind: type[TrainingConfig] | None = None, experiment: str = "") -> dict[str, str]:
     """The SHA-256 of each of the user's files: by module, and by path in a package.
 
-    They are the modules that the user names, that of a benchmark of the user's own with configs of this
-    ``kind``, and those that these import from the same folder.
+    They are the modules that the user names, those of a benchmark of the user's own, and those that these
+    import from the same folder.
+
+    Args:
+        kind: of the benchmark's configs.
+        experiment: the module of the benchmark's experiment, if it is the user's.
     """
-    found = {} if kind is None else _of_benchmark(kind)
+    found = {} if kind is None else _of_benchmark(kind, experiment)
     for module in own_modules():
         found |= _files(module)
     return found
 
 
-def with_own_code(config: SomeConfig) -> SomeConfig:
+def with_own_code(config: SomeConfig, experiment: str = "") -> SomeConfig:
     """The config with the digest of the user's own files that it is computed by; None: it needs none.
 
-    They are of the modules that the user names, and of that of the benchmark, if it is the user's own.
+    They are of the modules that the user names, and of those of the benchmark, if they are the user's own.
+    ``experiment`` is as for `own_code`.
     """
-    used = _of_benchmark(type(config))
+    used = _of_benchmark(type(config), experiment)
     if os.environ.get(OWN):
         modules = own_modules()  # which register what they add
         names = {name for by, thing in _things(config) for name in (by, *_modules_of(thing))}
@@ -64,10 +68,12 @@ def with_own_code(config: SomeConfig) -> SomeConfig:
     return config if config.own_code == digest else dataclasses.replace(config, own_code=digest)
 
 
-def _of_benchmark(kind: type[TrainingConfig]) -> dict[str, str]:
-    """The digests of the files of a benchmark outside of this project, by the type of its config."""
-    module = sys.modules.get(kind.__module__)
-    return {} if module is None or _name(module).partition(".")[0] in PROJECT else _files(module)
+def _of_benchmark(kind: type[TrainingConfig], experiment: str) -> dict[str, str]:
+    """The digests of the files of a benchmark outside of this project; arguments as for `own_code`."""
+    found: dict[str, str] = {}
+    for module in filter(None, map(sys.modules.get, (kind.__module__, experiment))):
+        found |= {} if _name(module).partition(".")[0] in PROJECT else _files(module)
+    return found
 
 
 def _name(module: ModuleType) -> str:

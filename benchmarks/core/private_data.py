@@ -77,13 +77,15 @@ def _check_users(experiment: Experiment[Any], trained: Set[str]) -> None:
             f"{moved[0]} to {moved[1]}: make the file with the partition's users, or give the partition a "
             "name that does not begin with user, so that it has clients"
         )
-    for name in ("val", *experiment.final_splits):
+    followed = ["val"] if experiment.followed == "val" else []  # else it is test
+    for name in (*followed, *experiment.final_splits):
         both = [user for user in experiment.split(name).user_ids if owner(user, trained) in trained]
         if both:
             raise ValueError(
                 f"privacy protects a user with all its images, but {len(both):,} users of {name} are "
                 f"also in train, for example {owner(both[0], trained)}: make the file again with each user "
-                "in one split, or choose a data.partition, whose clients are then protected"
+                "in one split, or choose a data.partition, whose clients are then protected: drawn, or by a "
+                "CSV of yours (python -m dataset.partitions F --csv)"
             )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.compare.reading import read_any
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment, classifier
-from benchmarks.core.own_code import own_code
+from benchmarks.core.own_code import own_code, with_own_code
 from benchmarks.reporting.runs import RunRecord, not_whole
 from dataset.arrays import ByteArray
 from dataset.files import OWN
@@ -32,6 +32,7 @@ from pfl_ext.data.normalisation import FIXED, Scale
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.randomness import torch_stream
+from pfl_ext.tasks.detection_scores import CLASS, NO_BOX, SCORE
 from pfl_ext.tasks.task import Task
 
 BY_CLASS = ("per_class_ap", "per_class_accuracy", "per_class_iou")
@@ -101,6 +102,40 @@ class Trained:
         """
         return self.task.predicted(self.network(images.to(self.network.mean.device)).float())
 
+    def detect(self, images: Iterable[str | Path | ByteArray]) -> list[dict[str, Tensor]]:
+        """The boxes in images, in pixels of each image, in the form of torchvision's detectors.
+
+        Args:
+            images: files, or RGB pixels ``[H, W, 3]`` uint8 such as a video's frames (OpenCV's are BGR).
+
+        Returns:
+            For each image, best first: ``boxes`` ``[n, 4]`` left, top, right, bottom; ``labels`` ``[n]``, of
+            which 0 is the first of ``classes``; ``scores`` ``[n]``.
+
+        Raises:
+            ValueError: for a model that finds no boxes, and for what is no such image.
+        """
+        if self.task.outputs != "boxes":
+            raise ValueError(f"{self.record.directory} finds no boxes: use predict")
+        out = []
+        for image in images:
+            pixels, (height, width) = _pixels(image, self.image_size)
+            (rows,) = self.predict(torch.from_numpy(pixels[None].copy())).cpu()
+            rows = rows[rows[:, CLASS] != NO_BOX]
+            scale = torch.tensor([width, height, width, height]) / self.network.input_size
+            boxes, labels = rows[:, :CLASS] * scale, rows[:, CLASS].long()
+            out.append({"boxes": boxes, "labels": labels, "scores": rows[:, SCORE]})
+        return out
+
+
+def _pixels(image: str | Path | ByteArray, side: int) -> tuple[ByteArray, tuple[int, int]]:
+    """`read_image`, of a file or of RGB pixels."""
+    if isinstance(image, str | Path):
+        return read_image(Path(image), side)
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.shape[2:] != (3,):
+        raise ValueError("an image must be a path, or RGB pixels of numpy's type uint8 and shape [H, W, 3]")
+    return stored_images.resized(image, side), image.shape[:2]
+
 
 def read_image(path: Path, side: int) -> tuple[ByteArray, tuple[int, int]]:
     """An image file as RGB ``[S, S, 3]``, decoded as a data file's images are, and its own height and width.
@@ -142,7 +177,7 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
         raise ValueError(
             f"{directory}: the run has not finished; give its training command again to continue it"
         )
-    _check_own_code(record)
+    _check_own_code(record, experiment)
     classes = _classes(record)
     file = directory / "model.safetensors"
     if not file.is_file():
@@ -158,8 +193,9 @@ def trained(directory: str | Path, device: str | torch.device = "cpu") -> Traine
     return Trained(record, experiment, classes, network.to(device).eval())
 
 
-def _check_own_code(record: RunRecord) -> None:
-    """Refuse files of the user's that were edited since the training: the weights may mean other things."""
+def _check_own_code(record: RunRecord, experiment: type[Experiment[Any]]) -> None:
+    """Refuse files of the user's that were edited since the training, or that nobody names now: the weights
+    may mean other things."""
     if record.config.own_code is None:  # it is computed by none of them
         return
     before, now = record.outcome.get("own_code", {}), own_code()
@@ -168,6 +204,11 @@ def _check_own_code(record: RunRecord) -> None:
         raise ValueError(
             f"{record.directory} was trained with another version of {', '.join(edited)} ({OWN}), so "
             "predictions would differ: restore the old file, or train again"
+        )
+    missing = sorted(before.keys() - now.keys())
+    if missing and with_own_code(record.config, experiment.benchmark.own) != record.config:
+        raise ValueError(
+            f"{record.directory} was trained with {', '.join(missing)}: set {OWN} to these files of yours"
         )
 
 

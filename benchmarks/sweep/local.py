@@ -124,7 +124,8 @@ class LocalSweep:
         self._best = max if sweep.ranking.goal == "maximize" else min
         kept = {key: value for key, value in tree.items() if key != "run_cap"}  # it may be raised later
         identity = {"sweep": kept, "words": telling(words), "seed": options.sweep_seed, **(content or {})}
-        identity |= {"own_code": found} if (found := own_code(sweep.experiment.benchmark.kind)) else {}
+        benchmark = sweep.experiment.benchmark
+        identity |= {"own_code": found} if (found := own_code(benchmark.kind, benchmark.own)) else {}
         self.study = open_study(directory, sweep, json.loads(json.dumps(identity)))
         self._active: dict[int, tuple[Trial, TrialProcess]] = {}
         """The trials that are being trained, by their worker."""

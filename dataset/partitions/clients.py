@@ -38,14 +38,15 @@ def write_clients(file: DataFile, taxonomy: str, new: Mapping[str, PartitionInde
         index = file.split(split)
         annotation = index.annotations[taxonomy]
         if isinstance(annotation, Boxes):
-            classes, indptr = annotation.classes, annotation.indptr
+            classes, indptr = annotation.classes.astype(np.int64), annotation.indptr
         else:
             found = present(annotation)
-            classes, indptr = found.indices, found.indptr
+            classes, indptr = found.indices.astype(np.int64), found.indptr
         images = np.repeat(np.arange(index.num_images), np.diff(indptr))
         dealt = {**index.partitions, **new} if split == PARTITIONED else {}
         owners = {name: (part.user_ids, _owners(part, index.num_images)) for name, part in dealt.items()}
-        for name, (users, owner) in {**owners, OWN_USERS: (index.user_ids, index.user_index)}.items():
+        owners[OWN_USERS] = index.user_ids, index.user_index.astype(np.int64)
+        for name, (users, owner) in owners.items():
             sizes = np.bincount(owner[owner >= 0], minlength=len(users))
             for user, size, counts in zip(
                 users, sizes.tolist(), _counts(owner[images], classes, len(users), annotation.num_labels)

@@ -22,6 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from dataset.arrays import IntArray
 from dataset.drawing import write_figure
 from dataset.files import replacing
+from dataset.partitions.of_file import is_lowest
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
 
@@ -81,7 +82,8 @@ def classes(file: DataFile, taxonomy: str) -> Figure:
             _ranked(axes, images[images > 0], color=colour, linestyle=dash, label=label)
     if bars:
         axes.set_xticks(np.arange(number), [task.label_names[k] for k in order], rotation=50, ha="right")
-        axes.set_ylabel("% of the split's images")
+        counted = ",\nby their lowest class" if is_lowest(file, taxonomy) else ""
+        axes.set_ylabel(f"% of the split's images{counted}")
         axes.grid(axis="y", alpha=0.25)
     else:
         axes.set(xlabel="class, the commonest first", ylabel="images", xscale="log", yscale="log")

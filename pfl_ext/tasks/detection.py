@@ -99,6 +99,13 @@ class Detection(Task):
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Losses ``[B]`` of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; waits for no device."""
+        of_classes, of_boxes, of_centres, places = self.sums(outputs, targets)
+        return (of_classes + of_boxes + of_centres) / places
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What makes up each image's loss, ``[B]`` each: sums over its places of the losses of classes, boxes
+        and centre-ness; and the number of its places with a box, at least 1.
+        """
         logits, centred, distances, places = _parts(outputs.float(), self.num_classes)
         boxes, has_box, classes = _matched(places, targets)
         labels = F.one_hot(classes.long(), self.num_classes).to(logits.dtype) * has_box[..., None]
@@ -107,8 +114,7 @@ class Detection(Task):
         sides = _distances(places, boxes)
         centre = (_ratio(sides[..., 0], sides[..., 2]) * _ratio(sides[..., 1], sides[..., 3])).sqrt()
         of_centre = F.binary_cross_entropy_with_logits(centred, centre, reduction="none") * has_box
-        losses: Tensor = (focal + overlap.sum(1) + of_centre.sum(1)) / has_box.sum(1).clamp(min=1)
-        return losses
+        return focal, overlap.sum(1), of_centre.sum(1), has_box.sum(1).clamp(min=1)
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The losses; and each image's detections followed by its true boxes, ``[B, D + M, 6]`` float32.

@@ -99,6 +99,8 @@ class Benchmark(Generic[C_co]):
     check: Callable[[Any], None] = check_training
     idle: Callable[[Any], Iterator[Idle]] = idle_in_training
     """Which of a config's keys have no effect."""
+    own: str = ""
+    """The user's module with the experiment that trains by it, whose files a config counts; empty: ours."""
     retired: Sequence[str] = ()
     """Keys that earlier versions of the code had, which the config.yaml of an old run may still hold."""
 
@@ -218,7 +220,7 @@ class Benchmark(Generic[C_co]):
         if not of_a_run:
             self._refuse_idle_in(path, layers[0])
         resolved = with_traces(with_weights(self.resolved(config), paths["weights"]))
-        return dataclasses.replace(run, config=with_own_code(resolved))
+        return dataclasses.replace(run, config=with_own_code(resolved, self.own))
 
     def _is_of_a_run(self, path: Path, tree: Tree) -> bool:
         """Whether this is the ``config.yaml`` of a run directory, or a copy of one: no key is left out."""

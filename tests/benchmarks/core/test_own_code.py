@@ -7,17 +7,25 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import yaml
 
+from benchmarks.compare.reading import read_any
+from benchmarks.core.config.digests import config_tree
+from benchmarks.core.own_code import own_code
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import parse
+from benchmarks.flair.train import Flair
+from dataset.files import own_modules
 from dataset.partitions import drawn as partitions
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.models.small import NETWORKS
 from tests.benchmarks.conftest import train_into
 from tests.benchmarks.core.test_features import EACH_ROUND, HEAD, SINGLE_STEPS, folders
 from tests.benchmarks.core.test_features import own_file as own_file
+from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.run_files import saved
 from tests.closeness import assert_close_as_vector
 
@@ -157,3 +165,63 @@ def test_an_edited_benchmark_of_ones_own_is_another_run(
     monkeypatch.setitem(sys.modules, "__main__", module)
     assert benchmark.parse([]).config.own_code == found[-1]
     sys.modules.pop("angles_of_mine")
+
+
+SUBCLASS = """
+from benchmarks.flair.train import Flair
+
+class Mine(Flair):
+    pass
+
+EXPERIMENT = Mine
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file with a benchmark of one's own that has the config of one of ours."""
+    path = tmp_path / "mine_of_mine.py"
+    path.write_text(SUBCLASS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+def test_a_benchmark_of_ones_own_with_our_config_counts_its_file(mine: Path) -> None:
+    """As in the example of docs/extending.md: an edited task is another run; our benchmark counts nothing."""
+    experiment = importlib.import_module(mine.stem).Mine
+    before = experiment.benchmark.parse(["--config=fl-r-17"]).config
+    mine.write_text(SUBCLASS + "# edited\n")
+    after = experiment.benchmark.parse(["--config=fl-r-17"]).config
+    assert None not in (before.own_code, after.own_code)
+    assert before.own_code != after.own_code
+    assert Flair.benchmark.parse(["--config=fl-r-17"]).config.own_code is None
+    assert list(own_code(type(after), experiment.benchmark.own)) == [mine.stem]
+
+
+def test_a_run_of_ones_own_benchmark_is_read_by_it(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = importlib.import_module(mine.stem).Mine
+    runs = {name: make_run(tmp_path / name, finished=False) for name in ("own", "ours")}
+    config = experiment.benchmark.parse(["--config=fl-r-17"]).config
+    (runs["own"] / "config.yaml").write_text(yaml.safe_dump(config_tree(config)))
+    monkeypatch.setenv("FL_IMPORT", mine.stem)
+    assert [read_any(runs[name])[1] for name in ("own", "ours")] == [experiment, Flair]
+    monkeypatch.delenv("FL_IMPORT")
+    assert read_any(runs["own"])[1] is Flair
+
+
+def test_a_file_that_runs_as_a_command_may_be_named_as_ones_own(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not run a second time, in which it would register its things twice."""
+    main = ModuleType("__main__")
+    main.__file__ = str(mine)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for name in (mine.stem, str(mine)):
+        monkeypatch.setenv("FL_IMPORT", name)
+        assert own_modules() == [main]
+    assert mine.stem not in sys.modules

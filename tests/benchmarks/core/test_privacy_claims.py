@@ -202,9 +202,9 @@ PRIVATE = (
 def test_noise_that_drowns_all_updates_is_warned_of(
     options: Sequence[str], warned: bool, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train(*options)
-    found = re.search(
-        r"noise of a round is (\S+) times as long.* of all 3 rounds (\S+) times",
+    directory = train(*options, "--runtime.progress=true")
+    found = re.search(  # on a line of its own, not behind the bar
+        r"[\r\n]WARNING: the noise of a round is (\S+) times as long.* of all 3 rounds (\S+) times",
         capsys.readouterr().err,
     )
     assert bool(found) == warned

@@ -27,7 +27,7 @@ from pfl_ext.tasks import detection_scores
 from pfl_ext.tasks.detection import Detection
 from pfl_ext.tasks.segmentation import Segmentation
 from tests.benchmarks.conftest import TINY, Refused, Train, killed_and_resumed
-from tests.benchmarks.run_files import lines, results, weights
+from tests.benchmarks.run_files import error_line, lines, results, weights
 from tests.benchmarks.sparing import run_into
 from tests.pfl_ext.tiny_detector import Tiny
 
@@ -107,13 +107,25 @@ def test_a_run_leaves_scores_of_each_class_and_of_the_clients_and_pictures(
         assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_users_of_test_who_train_count_as_seen_and_namesakes_of_clients_do_not(tmp_path: Path) -> None:
-    """In test they have another name, as in files of VOC and COCO by author."""
+def file_of_authors(path: Path) -> Path:
+    """Two users of test train, too; there they have another name, as in files of VOC and COCO by author."""
     index = boxed_index(SPEC)
     users = [in_another_split(user, "test") for user in list(index.splits["train"].user_ids)[:2]]
     test = replace(index.splits["test"], user_ids=[*users, "0"])
-    path = tmp_path / "authors.hdf5"
     write_mini(path, SPEC, index=replace(index, splits={**index.splits, "test": test}))
+    return path
+
+
+def test_a_private_run_names_the_split_whose_users_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (f"--data_path={file_of_authors(tmp_path / 'f.hdf5')}", *SMALL, *SHORT)
+    run_into(main, tmp_path / "run", *words, *PRIVATE, "--recipe=tracked+private", code=2)
+    assert "but 2 users of test are also in train, for example " in error_line(capsys)
+
+
+def test_users_of_test_who_train_count_as_seen_and_namesakes_of_clients_do_not(tmp_path: Path) -> None:
+    path = file_of_authors(tmp_path / "authors.hdf5")
     for partition in ("none", "iid-clients-3-seed-0"):
         words = (f"--data_path={path}", *SMALL, *SHORT, f"--data.partition={partition}")
         found = results(run_into(main, tmp_path / partition, *words))["clients"]

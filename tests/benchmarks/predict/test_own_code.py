@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.predict import trained
 from benchmarks.predict.__main__ import main
 from dataset.cli import run
-from dataset.files import OWN
+from dataset.files import OWN, own_modules
 from pfl_ext.models.small import NETWORKS
-from tests.benchmarks.conftest import train_into
+from tests.benchmarks.conftest import SMALL, train_into
 from tests.benchmarks.run_files import error_line, results
+from tests.benchmarks.sparing import run_into
 
 NETWORK = """
 from torch import nn
@@ -29,6 +31,16 @@ class Net(nn.Module):
         return SIGN * self.fc(images.flatten(1))
 
 NETWORKS.register("net_to_predict")(Net)
+"""
+BENCHMARK = """
+from benchmarks.core.execute import main as train
+from benchmarks.flair.train import Flair
+
+class Mine(Flair):
+    pass
+
+def main(argv):
+    train(Mine, argv, "", "other_to_predict")
 """
 OWN_MODULES = ("net_to_predict", "constants_to_predict", "other_to_predict")
 
@@ -67,6 +79,24 @@ def test_predictions_of_an_edited_network_are_refused(
         (ones_own / file).write_text(kept)
     monkeypatch.setenv(OWN, "net_to_predict,other_to_predict")
     assert run(main, words) == 0
+
+
+def test_the_run_of_a_benchmark_of_ones_own_is_predicted_by_it_alone(
+    ones_own: Path, mini_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its task may say what the network's outputs mean."""
+    (ones_own / "other_to_predict.py").write_text(BENCHMARK)
+    monkeypatch.setenv(OWN, "other_to_predict")
+    mine = own_modules()[0]
+    words = ("--config=fl-r-17", f"--data_path={mini_file}", *SMALL, "--model.arch=lenet")
+    directory = run_into(mine.main, ones_own / "run", *words)
+    assert trained(directory).experiment is mine.Mine
+    output = [str(directory), f"--output={ones_own / 'p.csv'}", "--overwrite"]
+    assert run(main, output) == 0
+    monkeypatch.delenv(OWN)
+    capsys.readouterr()
+    assert run(main, output) == 2
+    assert "was trained with other_to_predict: set FL_IMPORT to these files of yours" in error_line(capsys)
 
 
 def test_the_config_of_a_run_trains_an_edited_network_with_a_warning(

@@ -156,3 +156,22 @@ def test_boxes_score_against_the_annotations_of_the_folder(
     assert "category_id: as in the annotations" in capsys.readouterr().out
     found = json.loads((tmp_path / "i.json").read_text())
     assert {entry["category_id"]: entry["category"] for entry in found}.items() <= CATEGORIES.items()
+    check_that_python_detects_the_same(directory, source, found)
+
+
+def check_that_python_detects_the_same(directory: Path, source: Path, listed: list[dict[str, Any]]) -> None:
+    """A photo's boxes as torchvision's detectors give them, from its file or its pixels, as of a video."""
+    model, paths = trained(directory), sorted((source / "images").iterdir())
+    pixels = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+    assert pixels[0].shape == (HEIGHT, WIDTH, 3)
+    for images in (paths, pixels):
+        for path, found in zip(paths, model.detect(images), strict=True):
+            of_photo = [entry for entry in listed if entry["image_id"] == str(path)]
+            assert [model.classes[label] for label in found["labels"]] == [e["category"] for e in of_photo]
+            assert found["scores"].numpy() == pytest.approx([e["score"] for e in of_photo], abs=1e-5)
+            boxes = found["boxes"]
+            boxes[:, 2:] -= boxes[:, :2]
+            assert boxes.numpy() == pytest.approx(np.array([e["bbox"] for e in of_photo]), abs=0.02)
+    of_float: Any = np.zeros((HEIGHT, WIDTH, 3))
+    with pytest.raises(ValueError, match="a path, or RGB pixels of numpy's type uint8 and shape"):
+        model.detect([of_float])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -75,6 +76,7 @@ def write_all(folder: Path) -> None:
     write_leaf(folder / "celeba" / "data" / "all_data.json", celebrities)
     write_files(folder / "yolo", yolo_files())
     write_files(folder / "lesions", lesions())
+    write_cameras(folder / "cameras")
     write_npz(folder / "medmnist.npz", train=range(1, 31), val=range(31, 36), test=range(36, 41))
     table = [
         {"client_id": n % 9, "sample_path": f"{n}.png", "label_name": label_of(n), "label_id": n % 3}
@@ -82,6 +84,25 @@ def write_all(folder: Path) -> None:
     ]
     (folder / "fedscale" / "client_data_mapping").mkdir()
     write_csv(folder / "fedscale" / "client_data_mapping" / "train.csv", table)
+
+
+def write_cameras(folder: Path) -> None:
+    """Photos of two cameras in one folder, with COCO's train and val beside it."""
+    lines, size = ["image_id,user"], {"width": SIDE, "height": SIDE}
+    for split, numbers in (("train", range(8)), ("val", range(8, 12))):
+        names = {number: f"cam{number % 2}_{number}.jpg" for number in numbers}
+        content = {
+            "images": [{"id": n, "file_name": name, **size} for n, name in names.items()],
+            "annotations": [
+                {"id": n, "image_id": n, "category_id": 3, "bbox": [1, 1, 5, 5], "iscrowd": 0} for n in names
+            ],
+            "categories": [{"id": 3, "name": "car"}],
+        }
+        for number, name in names.items():
+            write_image(folder / "images" / name, number)
+            lines.append(f"{name},{name[:4]}")
+        (folder / f"instances_{split}.json").write_text(json.dumps(content))
+    (folder / "users.csv").write_text("\n".join(lines))
 
 
 def lesions() -> dict[str, bytes]:

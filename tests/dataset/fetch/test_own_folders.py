@@ -26,6 +26,7 @@ from tests.dataset.fetch.made_layouts import (
     write_files,
     write_images,
 )
+from tests.dataset.fetch.test_annotated import owned, with_users
 
 
 @pytest.fixture
@@ -115,3 +116,10 @@ def test_photos_without_an_annotation_are_left_out_if_asked(
         assert "000009" in file.split("train").image_ids
         (skipped,) = file.provenance["skipped_images"]
     assert (skipped["image_id"], skipped["reason"]) == ("000007", "it has no annotation")
+
+
+def test_a_csv_of_users_may_list_images_by_file_name_with_its_suffix(tmp_path: Path) -> None:
+    text = "image_id,user_id\n000000000001.jpg,a\n000000000002.JPG,b\nother.png,c\n"
+    folder, out = with_users(tmp_path, text), tmp_path / "f.hdf5"
+    assert make(STREET, out, f"--source={folder}") == 0
+    assert owned(out) == {1: "a", 2: "b", 3: "no-author", 7: "no-author", 9: "no-author"}

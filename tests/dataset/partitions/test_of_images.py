@@ -280,6 +280,7 @@ def test_training_on_classes_refuses_masks_and_boxes(file: DataFile) -> None:
     counts = SingleLabelView(file, taxonomy="mask", lowest=True).split("train").label_counts()
     assert counts.tolist() == [0, 16, 16, 8]
     axes = figures.classes(file, "mask").axes[0]
+    assert axes.get_ylabel().endswith("images,\nby their lowest class")
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names[-1] == CLASSES[0], "the class without an image stands last, and has its place"
     assert sorted(names) == sorted(CLASSES)
