@@ -18,6 +18,9 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
 from dataset.store.views import PARTITIONED
 
+MOST_CLASSES = 200
+"""With more, a table of all clients has no columns for classes: FLAIR's would have 84 million numbers."""
+
 
 def write_clients(file: DataFile, taxonomy: str, new: Mapping[str, PartitionIndex], path: Path) -> None:
     """Write a CSV with a line for each client of each partition, and for each user of each split.
@@ -25,7 +28,7 @@ def write_clients(file: DataFile, taxonomy: str, new: Mapping[str, PartitionInde
     Args:
         file: the data file.
         taxonomy: the annotation with the classes. Each box counts; of labels and masks, each image that has
-            the class.
+            the class. More than `MOST_CLASSES` are not listed.
         new: further partitions of the training images, which replace those of the same names.
         path: of the CSV.
     """
@@ -33,7 +36,9 @@ def write_clients(file: DataFile, taxonomy: str, new: Mapping[str, PartitionInde
     rows = csv.writer(text, lineterminator="\n")
     boxes = any(isinstance(file.split(name).annotations[taxonomy], Boxes) for name in file.splits)
     facts = ("split", "dealt by", "client", "images", *(["boxes"] if boxes else []))
-    rows.writerow([*facts, *file.label_mapping(taxonomy)])
+    names = [*file.label_mapping(taxonomy)]
+    listed = slice(len(names) if len(names) <= MOST_CLASSES else 0)
+    rows.writerow([*facts, *names[listed]])
     for split in file.splits:
         index = file.split(split)
         annotation = index.annotations[taxonomy]
@@ -51,7 +56,9 @@ def write_clients(file: DataFile, taxonomy: str, new: Mapping[str, PartitionInde
             for user, size, counts in zip(
                 users, sizes.tolist(), _counts(owner[images], classes, len(users), annotation.num_labels)
             ):
-                rows.writerow([split, name, user, size, *([int(counts.sum())] if boxes else []), *counts])
+                rows.writerow(
+                    [split, name, user, size, *([int(counts.sum())] if boxes else []), *counts[listed]]
+                )
     write_bytes(path, text.getvalue().encode())
 
 

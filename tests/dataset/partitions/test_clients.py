@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from dataset.flair.mini import MiniSpec
 from dataset.flair.mini_outlines import OBJECTS, write_boxed
+from dataset.partitions import clients
 from dataset.partitions.clients import write_clients
 from dataset.store.annotations import Boxes
 from dataset.store.hdf5 import DataFile
@@ -42,3 +44,13 @@ def test_boxes_of_each_class_are_counted_by_client(tmp_path: Path) -> None:
         assert {name: int(found[key][name]) for name in classes} == {
             name: counts[number] for name, number in classes.items()
         }
+
+
+def test_many_classes_have_no_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_boxed(tmp_path / "f.hdf5", MiniSpec(train_users=2, val_users=2, test_users=2, coarse_labels=3))
+    monkeypatch.setattr(clients, "MOST_CLASSES", 2)
+    with DataFile(tmp_path / "f.hdf5") as file:
+        write_clients(file, OBJECTS, {}, tmp_path / "clients.csv")
+    head, *rows = (tmp_path / "clients.csv").read_text().splitlines()
+    assert head == "split,dealt by,client,images,boxes"
+    assert [row.count(",") for row in rows] == [4] * 6
