@@ -243,5 +243,5 @@ def test_values_out_of_range_are_named(name: Any, changes: dict[str, Any], messa
 def test_schedule_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"warmup_rounds is 30, .* = 20"):
         schedule(0, num_rounds=20)
-    with pytest.raises(ValueError, match=r"schedule\n.* 'constant', .* or 'exponential'"):
+    with pytest.raises(ValueError, match=r"schedule\n.* 'constant', .* or 'cyclic'"):
         schedule(0, "step")
