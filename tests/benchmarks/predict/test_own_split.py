@@ -26,23 +26,22 @@ CARVED = ("--data.scored=val", "--data.val_share=0.3", "--data.partition=lda-1-c
 FEDPER = ("--federated.algorithm=fedper", "--data.scored=val", "--data.val_share=0")
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Photos of four users, each of whom has some in train, val and test."""
-    folder = tmp_path_factory.mktemp("photos")
-    split = "--split_by=images --val_share=0.2 --test_share=0.2 --storage=raw --image_size=20"
+def by_images(folder: Path, shares: str) -> Path:
+    """Photos of four users, each of whom has some in every split."""
+    split = f"--split_by=images {shares} --storage=raw --image_size=20"
     return convert(
         f"folder --images {write_folder(folder / 'in', range(60))} {split}", folder / "photos.hdf5"
     )
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return by_images(tmp_path_factory.mktemp("photos"), "--val_share=0.2 --test_share=0.2")
 
 
 @pytest.fixture(scope="module")
 def without_val(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    split = "--split_by=images --val_share=0 --test_share=0.3 --storage=raw --image_size=20"
-    return convert(
-        f"folder --images {write_folder(folder / 'in', range(60))} {split}", folder / "photos.hdf5"
-    )
+    return by_images(tmp_path_factory.mktemp("photos"), "--val_share=0 --test_share=0.3")
 
 
 @pytest.fixture
