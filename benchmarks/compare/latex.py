@@ -243,12 +243,14 @@ def _of_scores(comparison: Comparison) -> list[Column]:
 
 
 def _of_users(comparison: Comparison) -> list[Column]:
-    """The mean over users of their own models' score, and the worst tenth of each kind of users, by the score
-    that chose the models, or else by which users are compared with each other.
+    """The worst tenth of each kind of users and, where some users have models of their own, the mean over
+    users, by the score that chose the models, or else by which users are compared with each other.
 
     A run that has only quantiles of users has no mean of the worst tenth; then it is where that tenth ends.
     """
     names = dict[tuple[str, str], tuple[str, str]]()
+    found = [one.section for run in comparison.runs for one in comparison.measures[run.directory]]
+    means = any(section.endswith(OWN_MODELS) for section in found)
     for group in comparison.groups:
         chosen = group.judged_by[len(group.headline) :]
         score = chosen[0] if chosen else group.trained.task_of(group.runs[0].config, 2).user_headline
@@ -260,12 +262,12 @@ def _of_users(comparison: Comparison) -> list[Column]:
         ]
         worst = WORST[:1] if any(one.name in WORST[:1] for one in of_score) else WORST
         for one in of_score:
-            if one.name in worst or (one.name == "mean" and one.section.endswith(OWN_MODELS)):
+            if one.name in worst or (one.name == "mean" and means):
                 names.setdefault((one.section, one.name), (score, group.kinds.unit(score)))
     return [
         Column(
             escaped(labelled(f"mean of {section}" if name == "mean" else f"{name}, {section}", unit)),
-            _best(
+            (_best if section.endswith(OWN_MODELS) else _on_test)(
                 comparison.groups,
                 [comparison.values(each, section, name) for each in comparison.groups],
                 score,

@@ -60,7 +60,7 @@ def personal(own: float, server: float) -> Tree:
     return {"seen": {"users": 3, "images": 9, "least images": 1, **users}}
 
 
-OWN = r"mean of users' O-AP exact, seen in training, own models (\%)"
+SHARED, OWN = (rf"mean of users' O-AP exact, seen in training{kind} (\%)" for kind in ("", ", own models"))
 
 
 def test_own_models_have_their_mean_and_a_servers_model_that_nobody_uses_a_mark(tmp_path: Path) -> None:
@@ -70,13 +70,17 @@ def test_own_models_have_their_mean_and_a_servers_model_that_nobody_uses_a_mark(
             found = personal(own + seed, server)
             argv = f"--federated.algorithm={name}"
             make_run(tmp_path / f"{name}{seed}", "fl-r-17", argv, seed=seed, clients=found)
-    make_run(tmp_path / "fedavg")
+    of_users = {"server": {"users": {"O-AP": {"n": 3, "mean": 40.0}}}}
+    make_run(tmp_path / "fedavg", clients={"seen": {"users": 3, "images": 9, "least images": 1, **of_users}})
     text = latex(compare([tmp_path]), "command")
     heads, *rows = rows_of(text)
     cells = {row[0].rpartition(" ")[2]: dict(zip(heads, row)) for row in rows}
     assert cells["fedper"][OWN] == r"\textbf{70.50 $\pm$ 0.71}"
     assert cells["ditto"][OWN] == r"60.50 $\pm$ 0.71"
     assert cells["FL-R-17"][OWN] == "--"
+    assert [cells[name][SHARED] for name in ("fedper", "ditto", "FL-R-17")] == [
+        r"20.00 $\pm$ 0.00$^\dagger$", r"50.00 $\pm$ 0.00", "40.00",
+    ], "users of FedPer do not have the model that has 20"  # fmt: skip
     marked = {name: r"$^\dagger$" in row[r"C-AP exact on test (\%)"] for name, row in cells.items()}
     assert marked == {"fedper": True, "ditto": False, "FL-R-17": False}
     caption = text[text.index(r"\caption") : text.index(r"\label")]
