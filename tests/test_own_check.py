@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from benchmarks.check.__main__ import main as check_command
-from benchmarks.check.interrupted import interrupted
+from benchmarks.check.changed import CHANGES
 from benchmarks.check.runs import INTERRUPTED, TWO_WORKERS, Refused, Runs, check, distance
 from benchmarks.visual_classification.train import main
 from dataset.cli import RESUMABLE, run
@@ -38,7 +38,7 @@ class InThisProcess(Runs):
         if by == TWO_WORKERS:
             raise Refused("one process")
         where = (f"--run_dir={self.folder / name}", "--runtime.keep_checkpoints=true")
-        with interrupted() if by == INTERRUPTED else nullcontext(), sparingly(draw=False):
+        with CHANGES[by[1]]() if by else nullcontext(), sparingly(draw=False):
             code = run(main, [*self.command, *where, *more])
         assert code in (0, RESUMABLE)
         return code == 0
@@ -70,6 +70,7 @@ def test_what_forgets_nothing_is_equal(dropped: None, found: Any) -> None:
         "stopped after each round, and gone on with: equal, bit for bit",
     ]
     assert said[2].startswith("by pfl's own loop: equal")
+    assert "times what a rounding of the first weights changes" in said[2]
     assert said[3:] == ["by two workers: refused: one process"]
 
 

@@ -16,11 +16,13 @@ from dataset.cli import RESUMABLE
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.user_vectors import PLACES
 
-MOST = 0.01
-"""Largest difference of states, as a share of what training changed after the first round."""
+MOST, TIMES_A_ROUNDING = 0.01, 10
+"""Largest difference of states: as a share of what training changed after the first round, or as a multiple
+of what a rounding of all first weights changes, whichever is larger."""
 TIMES = ("wall_clock_s",)
 """The keys of results.json that differ between equal runs."""
-PLAIN, INTERRUPTED = (), ("benchmarks.check.interrupted",)
+PLAIN = ()
+INTERRUPTED, PERTURBED = (("benchmarks.check.changed", change) for change in ("interrupted", "perturbed"))
 TWO_WORKERS = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
 WITHOUT_ENGINE = ("--runtime.engine=stock",)
 
@@ -122,8 +124,12 @@ def check(runs: Runs, say: Callable[[str], None]) -> bool:
         raise ValueError("the run has a single round, and cannot be stopped before its end: give it more")
     faults.append(different(runs, "stopped"))
     say(f"stopped after each round, and gone on with: {_in_words(faults[-1])}")
-    whole = runs.state("whole")
+    whole, rounding = runs.state("whole"), 0.0
+    if not faults[0]:  # else a difference may be that of two equal runs
+        runs.train("perturbed", by=PERTURBED)
+        rounding = distance(whole, runs.state("perturbed"))
     moved = distance(whole, first)
+    allowed = max(MOST * moved, TIMES_A_ROUNDING * rounding)
     for way, more, by in (
         ("by pfl's own loop", WITHOUT_ENGINE, PLAIN),
         ("by two workers", (), TWO_WORKERS),
@@ -134,8 +140,10 @@ def check(runs: Runs, say: Callable[[str], None]) -> bool:
             say(f"{way}: refused: {why}")
             continue
         apart = distance(whole, runs.state(way))
-        share = f"{apart / moved:.1g} of what training changed" if moved else f"{apart:.1g}"
-        faults.append("" if apart <= MOST * moved else f"the states differ by {share}")
+        share = f"{apart / moved:.2g} of what training changed" if moved else f"{apart:.2g}"
+        if rounding:
+            share += f", {apart / rounding:.2g} times what a rounding of the first weights changes"
+        faults.append("" if apart <= allowed else f"the states differ by {share}")
         say(f"{way}: {_in_words(faults[-1], f'equal up to {share}' if apart else 'equal')}")
     return not any(faults)
 
