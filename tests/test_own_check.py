@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
 
 from benchmarks.check.__main__ import main as check_command
 from benchmarks.check.changed import CHANGES
@@ -84,9 +85,6 @@ def test_a_state_outside_of_the_checkpoint_is_found(dropped: None, found: Any) -
             (x, self.u), line = super().round((x, self.u), number)
             return (x, state[1]), line
 
-        def load(self, state: Any, tensors: Mapping[str, Tensor]) -> Any:
-            return super().load(state, tensors)
-
     kept, said = found("forgetful")
     assert not kept
     assert said[0] == "trained again: equal, bit for bit"
@@ -121,6 +119,13 @@ def test_it_trains_in_processes_of_their_own(
     assert runs.train("two", "--federated.num_rounds=1", by=(*TWO_WORKERS[:-1], warm.__file__))
     assert runs.state("stopped").keys() == runs.state("two").keys()
     assert distance(runs.state("stopped"), runs.state("two")) < 1e-4, "one round is done"
+
+
+def test_states_of_other_tensors_are_no_rounding_apart() -> None:
+    one = {"x": torch.ones(3), "count": torch.tensor(2)}
+    assert distance(one, {"x": torch.tensor([1.0, 4, 5]), "count": torch.tensor(9)}) == 5
+    assert distance(one, {"x": torch.ones(4), "count": torch.tensor(2)}) == math.inf
+    assert distance(one, {"x": torch.ones(3)}) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A training command with a change: interrupted in each round, or begun a rounding away.
 
-python -m benchmarks.check.changed interrupted benchmarks.flair.train WORDS...
+``python -m benchmarks.check.changed interrupted benchmarks.flair.train WORDS...``
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks.core import execute
 from benchmarks.core.recorder import Recorder
+from pfl_ext.randomness import torch_stream
 
 ROUNDING = 2.0**-23
 """What the perturbed weights are changed by, relative to each."""
@@ -43,7 +44,7 @@ def perturbed() -> Iterator[None]:
 
     def of(real: Any) -> Any:
         def train(run: Any, store: Any, val: Any, module: nn.Module, *rest: Any) -> Any:
-            draw = torch.Generator().manual_seed(0)
+            draw = torch_stream(0, "perturbed weights")
             with torch.no_grad():
                 for p in module.parameters():
                     signs = 2 * torch.randint(0, 2, p.shape, generator=draw) - 1

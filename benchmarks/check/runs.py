@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,10 @@ def _bytes(tensor: Tensor | None) -> object:
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The norm of the difference of two states, over all that is not counted in whole numbers."""
+    """The norm of the difference of two states, over all that is not counted in whole numbers; infinite for
+    states of other tensors."""
+    if {name: t.shape for name, t in one.items()} != {name: t.shape for name, t in other.items()}:
+        return math.inf
     names = [name for name, tensor in one.items() if tensor.is_floating_point()]
     return float(sum((one[name].double() - other[name].double()).square().sum() for name in names) ** 0.5)
 
