@@ -39,8 +39,6 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
     if "weights_sha256" not in known.get("model", {}):
         for tree in (old, new):
             tree["model"].pop("weights_sha256", None)
-    if "own_code" not in known:
-        new.pop("own_code", None)
     for tree in (old, new):
         if tree["model"]["trained"] == "lora":  # the default is not what older runs did, so both are shown
             tree["model"].setdefault("lora_targets", CALLED)

@@ -15,6 +15,7 @@ import yaml
 from benchmarks.compare.reading import read_any
 from benchmarks.core.config.digests import config_tree
 from benchmarks.core.own_code import own_code
+from benchmarks.core.run_directory import run_differences
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
@@ -199,6 +200,10 @@ def test_a_benchmark_of_ones_own_with_our_config_counts_its_file(mine: Path) -> 
     assert before.own_code != after.own_code
     assert Flair.benchmark.parse(["--config=fl-r-17"]).config.own_code is None
     assert list(own_code(type(after), experiment.benchmark.own)) == [mine.stem]
+    ours = config_tree(Flair.benchmark.parse(["--config=fl-r-17"]).config)
+    assert run_differences(ours, experiment.benchmark.parse(["--config=fl-r-17"])) == [
+        f"own_code: None -> {after.own_code}"
+    ]
 
 
 def test_a_run_of_ones_own_benchmark_is_read_by_it(

@@ -29,12 +29,16 @@ class Lives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.path = Path(tempfile.mkdtemp()) / "vectors.f32"
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "vectors.f32"
         self.vectors = UserVectors(USERS, LENGTH, self.path)
         self.now: Known = {}
         self.pending: Known = {}
         self.checkpoints: list[tuple[Any, Known]] = []
         self.drawn = 0
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
 
     @rule(user=st.integers(0, USERS - 1))
     def write(self, user: int) -> None:
