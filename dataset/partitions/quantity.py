@@ -1,8 +1,9 @@
 """Clients of different sizes with images from the same distribution (quantity skew).
 
 ``quantity-dirichlet``: the shares of the images are drawn from Dir(beta, ..., beta), again while a client has
-fewer than ten images (Li, Diao, Chen and He, NIID-Bench, arXiv 2102.02079, Section IV-C). ``quantity-linear``
-and ``quantity-exponential``: client i has images in proportion to i + 1, or to exp(rate i), as by Flower's
+fewer than ten images (Li, Diao, Chen and He, NIID-Bench, arXiv 2102.02079, Section IV-C). With ``-legacy`` it
+draws from numpy's global generator of a seed, as NIID-Bench's code does. ``quantity-linear`` and
+``quantity-exponential``: client i has images in proportion to i + 1, or to exp(rate i), as by Flower's
 LinearPartitioner and ExponentialPartitioner (rate 1).
 """
 
@@ -11,7 +12,14 @@ from __future__ import annotations
 import numpy as np
 
 from dataset.arrays import FloatArray, IntArray
-from dataset.partitions.by_class import LEAST_IMAGES, MAX_TRIES, check_dirichlet, never_enough
+from dataset.partitions.by_class import (
+    LEAST_IMAGES,
+    MAX_TRIES,
+    Generator,
+    check_dirichlet,
+    legacy_generator,
+    never_enough,
+)
 from dataset.partitions.drawn import Drawing, drawn, of_parts
 from dataset.store.index import PartitionIndex
 
@@ -23,8 +31,17 @@ def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
     Raises:
         ValueError: when beta is not above 0, or no try gives each client enough images.
     """
+    return _by_dirichlet(drawing, beta, np.random.default_rng(drawing.seed))
+
+
+@drawn("quantity-dirichlet-legacy", of_any=True)
+def _by_dirichlet_legacy(drawing: Drawing, beta: float) -> PartitionIndex:
+    """``beta`` and ValueError as for `by_dirichlet`."""
+    return _by_dirichlet(drawing, beta, legacy_generator(drawing.seed))
+
+
+def _by_dirichlet(drawing: Drawing, beta: float, rng: Generator) -> PartitionIndex:
     check_dirichlet(drawing, beta)
-    rng = np.random.default_rng(drawing.seed)
     order = rng.permutation(len(drawing.classes))
     for _ in range(MAX_TRIES):
         parts = _cut(order, rng.dirichlet(np.repeat(beta, drawing.num_clients)))

@@ -75,6 +75,20 @@ def test_sizes_follow_their_rule() -> None:
         assert min(sizes(drawn(f"quantity-dirichlet-0.5-clients-10-seed-{seed}", MADE))) >= LEAST_IMAGES
 
 
+@pytest.mark.parametrize(
+    "seed, expected",
+    [
+        (0, "3901 25 174 3079 2770 9374 6256 5140 1741 17540"),
+        (1, "1556 2110 8034 63 337 3308 16520 38 9660 8374"),
+        (2, "19855 969 1160 4418 3673 2156 11218 332 102 6117"),
+    ],
+)
+def test_legacy_sizes_are_those_of_niid_benchs_protocol(seed: int, expected: str) -> None:
+    """Computed by hand from its description: after numpy.random.seed, a permutation, then the shares."""
+    dealt = drawn(f"quantity-dirichlet-legacy-0.5-clients-10-seed-{seed}", MANY)
+    assert sizes(dealt) == [int(size) for size in expected.split()]
+
+
 def test_a_smaller_parameter_has_sizes_differ_more() -> None:
     spread = [
         np.mean(
