@@ -81,6 +81,11 @@ class Vertical(Algorithm[Weights]):
                 "vertical does not allow flips and scaled crops, because they would give a party the "
                 "pixels of another party: set augment.flip to none and augment.crop to crop or padded"
             )
+        if sampling.noise_by_user:
+            raise ValueError(
+                "vertical trains on all images together, whoever they are from, so no user has more noise "
+                "than another: set augment.noise_by_user to false"
+            )
         if setup.module.changes.of_pixels:
             raise ValueError(
                 "vertical does not allow augment.rand_augment and augment.color_jitter, because a new "

@@ -288,7 +288,8 @@ class FederatedImageDataset(FederatedDataset):
             targets = self._reweight(targets, self.store.targets(all_rows))
         user_id, turnout = self.partition.user_ids[user], self._turnout
         most = None if turnout is None else turnout.steps_of.get(user)
-        return UserImages(images, targets, user_id, self.sampling, rng, self._collate, most)
+        level = user / max(self.num_users - 1, 1) if self.sampling.noise_by_user else 1.0
+        return UserImages(images, targets, user_id, self.sampling, rng, self._collate, most, level)
 
     def _stream(self, user: int, turn: int) -> np.random.Generator:
         """The random stream of a user's training in this round."""

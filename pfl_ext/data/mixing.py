@@ -29,8 +29,8 @@ from torch import Tensor
 from dataset.arrays import Float32Array
 from pfl_ext.data.transforms import CROP_COLUMNS, KEY_COLUMNS, AugmentConfig
 
-KEYED_COLUMNS = CROP_COLUMNS + KEY_COLUMNS
-"""Columns of crops with keys, which those of `mix` follow."""
+KEYED_COLUMNS = CROP_COLUMNS + KEY_COLUMNS + 1
+"""Columns of crops with keys and levels, which those of `mix` follow."""
 
 
 def mix(
@@ -40,13 +40,13 @@ def mix(
 
     Args:
         targets: of the batch's images, ``[B, K]``: labels, or labels times weights.
-        crops: ``[B, 8]``, with keys.
+        crops: ``[B, 9]``, with keys.
         rng: the generator.
         input_size: S.
         augment: at least one of ``mixup`` and ``cutmix`` is given.
 
     Returns:
-        Mixed targets ``[B, K]`` float32; and the crops with six more columns ``[B, 14]``: the place of the
+        Mixed targets ``[B, K]`` float32; and the crops with six more columns ``[B, 15]``: the place of the
         other image minus that of this one, this image's share of a pixel outside of the box, and the box's
         first row and column and those that follow its last ones.
     """
@@ -89,7 +89,7 @@ def mixed(x: Tensor, crops: Tensor | None) -> Tensor:
 
     Args:
         x: ``[B, 3, S, S]``, of one batch or of several, one after another.
-        crops: ``[B, 14]``, or with fewer columns.
+        crops: ``[B, 15]``, or with fewer columns.
     """
     if crops is None or not is_mixed(crops):
         return x

@@ -54,6 +54,8 @@ class AugmentConfig:
     """Border for padded crops. zero: black; reflect: the image mirrored at its outermost pixels."""
     views: Annotated[int, Field(ge=1, le=MOST_VIEWS)] | None = None
     """Number of views of an image, drawn once; each use takes one. none: each use draws a crop and flips."""
+    noise_by_user: bool = False
+    """Whether user i of U, with i from 0, has i / (U - 1) of augment.noise; false: each has all of it."""
     mixup: Alpha | None = None
     """Mixup: alpha of the Beta distribution of shares in which images of a batch are mixed; none: off."""
     cutmix: Alpha | None = None
@@ -123,13 +125,14 @@ def draw_crops_of(
     return draw_crops(rng, len(images), images.shape[1], input_size, augment.crop, augment.flip)
 
 
-def draw_keys(rng: np.random.Generator, crops: Float32Array) -> Float32Array:
-    """Crops of `draw_crops`, ``[n, 6]``, with a key of 48 bits for each image, ``[n, 8]``.
+def draw_keys(rng: np.random.Generator, crops: Float32Array, level: float = 1.0) -> Float32Array:
+    """Crops of `draw_crops`, ``[n, 6]``, with a key of 48 bits for each image and its level, ``[n, 9]``.
 
-    The last columns hold 24 bits each. `pfl_ext.models.dropout` reads them.
+    Two columns hold 24 bits each, which `pfl_ext.models.dropout` reads; the last has ``level``, for
+    `pfl_ext.models.pixel_noise`.
     """
-    keys = rng.integers(1 << KEY_BITS, size=(len(crops), KEY_COLUMNS))
-    return np.concatenate([crops, keys.astype(np.float32)], 1)
+    keys = rng.integers(1 << KEY_BITS, size=(len(crops), KEY_COLUMNS)).astype(np.float32)
+    return np.concatenate([crops, keys, np.full((len(crops), 1), level, np.float32)], 1)
 
 
 def _resized_shapes(u: FloatArray, image_size: int) -> tuple[IntArray, IntArray]:

@@ -34,8 +34,9 @@ class UserImages(Dataset):
     After ``max_steps`` batches there are no more, in any epoch, since a device had no time for them.
     ``crops`` ``[B, 6]`` says how each image is cropped and flipped, which is done on the device. Where the
     store has `AugmentedViews`, one view of each image is drawn instead. With ``sampling.keys`` it is
-    ``[B, 8]``, and the last columns say which units are dropped for an image. Where images are mixed,
-    targets are mixed already, and crops are those of `pfl_ext.data.mixing.mix`, ``[B, 14]``.
+    ``[B, 9]``, and the last columns say which units are dropped for an image, and how strong its noise is,
+    relative to others: ``level``. Where images are mixed, targets are mixed already, and crops are those of
+    `pfl_ext.data.mixing.mix`, ``[B, 15]``.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class UserImages(Dataset):
         rng: np.random.Generator,
         collate: Collate = torch.from_numpy,
         max_steps: int | None = None,
+        level: float = 1.0,
     ) -> None:
         assert len(images) == len(targets)
         super().__init__(raw_data=(images, targets), user_id=user_id)
@@ -55,7 +57,7 @@ class UserImages(Dataset):
             before = np.cumsum([0, *map(len, epochs)])
             epochs = [batches[: max(max_steps - done, 0)] for batches, done in zip(epochs, before.tolist())]
         self._epochs = iter(epochs)
-        self._sampling, self._rng, self._collate = sampling, rng, collate
+        self._sampling, self._rng, self._collate, self._level = sampling, rng, collate, level
         source: np.random.Philox = rng.bit_generator  # type: ignore[assignment]
         self._aside, self._keys = source.jumped(1), np.random.Generator(source.jumped(2))
 
@@ -97,7 +99,16 @@ class UserImages(Dataset):
         images, targets = self.raw_data
         rng = np.random.Generator(self._aside.jumped(4 * number + 3))
         sampling = self._sampling if num_epochs is None else replace(self._sampling, num_epochs=num_epochs)
-        return UserImages(images[positions], targets[positions], self.user_id, sampling, rng, self._collate)
+        return UserImages(
+            images[positions],
+            targets[positions],
+            self.user_id,
+            sampling,
+            rng,
+            self._collate,
+            None,
+            self._level,
+        )
 
     def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
         images, annotations = self.raw_data
@@ -105,7 +116,7 @@ class UserImages(Dataset):
         chosen, crops = augmented(images[positions], rng, sampling.input_size, sampling)
         targets = self._collate(annotations[positions])
         if sampling.keys or sampling.mixes:
-            crops = draw_keys(keys, crops)
+            crops = draw_keys(keys, crops, self._level)
         if sampling.mixes:
             assert chosen.ndim == 4, "features are not mixed"
             targets, crops = mix(targets, crops, keys, sampling.input_size, sampling)

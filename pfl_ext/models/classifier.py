@@ -302,7 +302,7 @@ class ImageClassifier(nn.Module):
         if x is None:
             pixels, targets = self.task.augment(images, targets, crops, self.framing)
             x = self._normalised(self.changes.pixels(pixels, crops))
-        x = mixed(self.changes.hidden(x, crops), crops)
+        x = mixed(self.changes.inputs(x, crops, self.std), crops)
         return x.contiguous(memory_format=self.memory_format), targets
 
     def _normalised(self, pixels: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def jittered(pixels: Tensor, crops: Tensor | None, strength: float) -> Tensor:
 
     Args:
         pixels: in 0..1, ``[B, 3, S, S]``.
-        crops: ``[B, 8]`` or more, with keys; without keys, as in evaluation, nothing changes.
+        crops: ``[B, 9]`` or more, with keys; without keys, as in evaluation, nothing changes.
         strength: above 0, at most 1.
     """
     keys = keys_in(crops)

@@ -23,7 +23,7 @@ def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
 
     Args:
         x: normalised, ``[B, 3, S, S]``.
-        crops: ``[B, 8]`` with keys; without keys, as in evaluation, nothing is hidden.
+        crops: ``[B, 9]`` or more, with keys; without keys, as in evaluation, nothing is hidden.
         side: side of the square, in pixels.
     """
     keys = keys_in(crops)

@@ -29,8 +29,8 @@ _ELEMENTS = (nn.Dropout,)
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPPING = (nn.modules.dropout._DropoutNd, StochasticDepth)
 """The types of modules that `KeyedDropout` replaces, or that are left out."""
-OF_ANCHORS, OF_PROPOSALS, OF_CUTOUT, OF_COLOR_JITTER, OF_RANDOM_ERASING, OF_RAND_AUGMENT = (
-    (1 << 20) + number for number in range(6)
+OF_ANCHORS, OF_PROPOSALS, OF_CUTOUT, OF_COLOR_JITTER, OF_RANDOM_ERASING, OF_RAND_AUGMENT, OF_NOISE = (
+    (1 << 20) + number for number in range(7)
 )
 """Numbers of draws for other things than dropout (`drawn`); a layer's number is below all of them."""
 _LEFT_OUT = "dropout_left_out"
@@ -66,7 +66,7 @@ def dropping(crops: Tensor | None) -> Iterator[None]:
     """In this context and thread, layers drop units by the keys in these crops; without keys, none.
 
     Args:
-        crops: ``[B, 6]`` or, with keys, ``[B, 8]`` or more, of the images that go through the network in the
+        crops: ``[B, 6]`` or, with keys, ``[B, 9]`` or more, of the images that go through the network in the
             context.
     """
     token = _KEYS.set(keys_in(crops))
@@ -112,9 +112,21 @@ def draws_of_images(number: int, count: int, images: Tensor) -> Tensor:
 
 def drawn(keys: Tensor, number: int, count: int) -> Tensor:
     """Whole numbers below 2**24, int64 ``[B, count]``, from keys ``[B]``; see `draws_of_images`."""
+    return _shifted(_words(keys, number, count), 64 - KEY_BITS)
+
+
+def drawn_twice(keys: Tensor, number: int, count: int) -> tuple[Tensor, Tensor]:
+    """Two independent sets of draws as those of `draws_of_images`, ``[B, count]``, from keys ``[B]``."""
+    words = _words(keys, number, count)
+    first, second = (_shifted(words, 64 - KEY_BITS), words & (1 << KEY_BITS) - 1)
+    return first.float() / (1 << KEY_BITS), second.float() / (1 << KEY_BITS)
+
+
+def _words(keys: Tensor, number: int, count: int) -> Tensor:
+    """64 bits for each of ``count`` units of each key, int64 ``[B, count]``."""
     units = torch.arange(count, device=keys.device)
     streams = mixed(mixed(keys) + number)
-    return _shifted(mixed(streams[:, None] + units * _STEP), 64 - KEY_BITS)
+    return mixed(streams[:, None] + units * _STEP)
 
 
 def mixed(z: Tensor) -> Tensor:

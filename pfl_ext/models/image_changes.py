@@ -16,6 +16,7 @@ from torch import Tensor
 from pfl_ext.configs import STRICT
 from pfl_ext.models.color_jitter import jittered
 from pfl_ext.models.cutout import cut_out
+from pfl_ext.models.pixel_noise import noisy
 from pfl_ext.models.rand_augment import STRONGEST, rand_augmented
 from pfl_ext.models.random_erasing import erased
 from pfl_ext.tasks.task import Task
@@ -36,6 +37,8 @@ class ImageChanges:
     """RandAugment: two operations, drawn for each image, of this magnitude from 1 to 30; none: off."""
     color_jitter: Annotated[float, Field(gt=0, le=1)] | None = None
     """Brightness, contrast, saturation change by random factors from 1 - this to 1 + this; none: off."""
+    noise: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Standard deviation of Gaussian noise on each value of an image, whose pixels are in 0..1; none: off."""
     cutout: PositiveInt | None = None
     """Side of a square that is hidden at a random place of each image, in pixels; none: nothing is hidden."""
     random_erasing: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -73,14 +76,19 @@ class ImageChanges:
 
         Args:
             pixels: of the crops.
-            crops: ``[B, 8]`` or more, with keys; others, and None, change nothing.
+            crops: ``[B, 9]`` or more, with keys; others, and None, change nothing.
         """
         if self.rand_augment is not None:
             pixels = rand_augmented(pixels, crops, self.rand_augment)
         return pixels if self.color_jitter is None else jittered(pixels, crops, self.color_jitter)
 
-    def hidden(self, x: Tensor, crops: Tensor | None) -> Tensor:
-        """A network's input ``[B, 3, S, S]`` in which parts are hidden. ``crops`` are those of `pixels`."""
+    def inputs(self, x: Tensor, crops: Tensor | None, std: Tensor) -> Tensor:
+        """A network's input ``[B, 3, S, S]`` with noise, and of which parts are hidden.
+
+        ``crops`` are those of `pixels`, and ``std`` ``[3]`` is what pixels were divided by.
+        """
+        if self.noise is not None:
+            x = noisy(x, crops, self.noise, std)
         if self.cutout is not None:
             x = cut_out(x, crops, self.cutout)
         return x if self.random_erasing is None else erased(x, crops, self.random_erasing)

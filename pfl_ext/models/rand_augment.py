@@ -37,7 +37,7 @@ def rand_augmented(pixels: Tensor, crops: Tensor | None, magnitude: int) -> Tens
 
     Args:
         pixels: in 0..1, ``[B, 3, S, S]``.
-        crops: ``[B, 8]`` or more, with keys; without keys, as in evaluation, nothing changes.
+        crops: ``[B, 9]`` or more, with keys; without keys, as in evaluation, nothing changes.
         magnitude: from 1 to `STRONGEST`.
     """
     keys = keys_in(crops)

@@ -30,7 +30,7 @@ def erased(x: Tensor, crops: Tensor | None, probability: float) -> Tensor:
 
     Args:
         x: normalised, ``[B, 3, S, S]``.
-        crops: ``[B, 8]`` or more, with keys; without keys, as in evaluation, nothing is hidden.
+        crops: ``[B, 9]`` or more, with keys; without keys, as in evaluation, nothing is hidden.
         probability: above 0, at most 1.
     """
     keys = keys_in(crops)

@@ -167,7 +167,7 @@ def test_rounds_follow_the_golden_trajectory(engine: str, train: Train) -> None:
 
 DROPPING = (
     "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6 --augment.color_jitter=0.4"
-    " --augment.rand_augment=9 --augment.random_erasing=0.5"
+    " --augment.rand_augment=9 --augment.random_erasing=0.5 --augment.noise=0.1"
 )
 MIXING = "--augment.mixup=0.5 --augment.cutmix=1"
 

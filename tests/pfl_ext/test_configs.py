@@ -45,6 +45,7 @@ SAMPLING = {
     "input_size": 224,
     "padding": "zero",
     "views": None,
+    "noise_by_user": False,
     "mixup": None,
     "cutmix": None,
     "keys": False,

@@ -69,7 +69,7 @@ def idle_by_mode(mode: str) -> Idle:
     if mode == "centralised":
         updates = "compression. aggregation. attack. devices devices."
         return Idle(
-            f"local. server. federated. {updates} evaluation.every_rounds",
+            f"local. server. federated. {updates} augment.noise_by_user evaluation.every_rounds",
             "mode is centralised",
             "set mode to federated",
         )
@@ -93,6 +93,8 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.augment.crop != "padded":
         because = f"augment.crop is {config.augment.crop}"
         yield Idle("augment.padding", because, "set augment.crop to padded")
+    if config.augment.noise is None:
+        yield Idle("augment.noise_by_user", "augment.noise is none", "give augment.noise")
     because = f"evaluation.average is {config.evaluation.average}"
     if config.evaluation.average != "ema":
         yield Idle(OF_EMA, because, "set evaluation.average to ema")

@@ -27,6 +27,8 @@ YOUNGER = {
     "augment.color_jitter": None,
     "augment.rand_augment": None,
     "augment.random_erasing": None,
+    "augment.noise": None,
+    "augment.noise_by_user": False,
     "augment.mixup": None,
     "augment.cutmix": None,
     "loss.focal_gamma": 0.0,

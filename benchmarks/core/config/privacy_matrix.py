@@ -107,7 +107,11 @@ TABLE: Mapping[str, Rule] = {
     **each(
         "an image changes by its own key and pixels alone, before its user's update is clipped",
         "augment",
-        "rand_augment color_jitter cutout random_erasing",
+        "rand_augment color_jitter noise cutout random_erasing",
+    ),
+    "augment.noise_by_user": Rule(
+        "a user's share of the noise follows from its place and the number of places alone; a user that is "
+        "removed leaves its place empty"
     ),
     **each(
         "images are mixed only within a batch of one user, before the user's update is clipped",

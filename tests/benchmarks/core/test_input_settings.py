@@ -55,7 +55,8 @@ def test_dropout_is_part_of_the_config_and_has_images_bring_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("cutout", 5), ("color_jitter", 0.4), ("random_erasing", 0.2), ("rand_augment", 9)]
+    ("key", "value"),
+    [("cutout", 5), ("color_jitter", 0.4), ("random_erasing", 0.2), ("rand_augment", 9), ("noise", 0.1)],
 )
 def test_what_changes_images_by_key_is_part_of_the_config_and_has_them_bring_keys(
     key: str, value: float
@@ -111,6 +112,16 @@ def test_mixing_is_part_of_the_config_and_of_a_users_sampling(key: str) -> None:
                 "--augment.views=2",
             ],
             "augment.random_erasing is 1 and augment.views is 2, but the two cannot be combined",
+        ),
+        (["--augment.noise=0"], r"augment\.noise is '0'"),
+        (["--augment.noise=2"], r"augment\.noise is '2'"),
+        (
+            ["--augment.noise_by_user=true"],
+            "--augment.noise_by_user has no effect where augment.noise is none: remove it, or give",
+        ),
+        (
+            ["--mode=centralised", "--augment.noise=0.1", "--augment.noise_by_user=true"],
+            "--augment.noise_by_user has no effect where mode is centralised: remove it, or set mode to",
         ),
         (["--augment.rand_augment=0"], r"augment\.rand_augment is '0'"),
         (["--augment.rand_augment=31"], r"augment\.rand_augment is '31'"),
@@ -179,7 +190,15 @@ def test_a_task_of_ones_own_keeps_its_scores_and_its_loss(word: str) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["cutout=5", "color_jitter=0.4", "random_erasing=0.2", "rand_augment=9", "mixup=0.2", "cutmix=1"],
+    [
+        "cutout=5",
+        "color_jitter=0.4",
+        "random_erasing=0.2",
+        "rand_augment=9",
+        "noise=0.1",
+        "mixup=0.2",
+        "cutmix=1",
+    ],
 )
 def test_features_are_not_kept_where_squares_are_hidden_or_images_mixed(word: str) -> None:
     words = ["--model.trained=head", "--augment.flip=none", "--model.input_size=32", "--data.image_size=32"]
@@ -200,6 +219,7 @@ def test_private_runs_take_every_normalisation_that_is_not_of_the_data(privacy: 
     for name in ("imagenet", "none", "half"):
         dropout = ["--model.dropout=true", "--model.arch=vgg9", "--augment.cutout=8", "--augment.mixup=1"]
         dropout += ["--augment.color_jitter=0.4", "--augment.random_erasing=1", "--augment.rand_augment=9"]
+        dropout += ["--augment.noise=0.1", "--augment.noise_by_user=true"]
         parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect", *dropout])
     with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data \(the mean"):
         parse([*words, "--model.normalisation=data"])

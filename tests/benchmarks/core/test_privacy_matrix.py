@@ -324,6 +324,7 @@ BESIDE: dict[tuple[str, Any], tuple[str, ...]] = {
     ("privacy.sampler", "fixed"): ("--federated.cohort_size=5",),
     ("privacy.sampler", "cyclic"): ("--federated.cohort_size=5",),
     ("augment.padding", "reflect"): ("--augment.crop=padded",),
+    ("augment.noise_by_user", True): ("--augment.noise=0.1",),
     ("local.schedule", "exponential"): ("--local.schedule_factor=0.5",),
     ("local.schedule", "cyclic"): ("--local.schedule_cycle=2", "--local.final_learning_rate=0.001"),
     ("model.trained", "two_layers"): ("--model.bottleneck=4",),

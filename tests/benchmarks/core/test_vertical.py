@@ -225,6 +225,10 @@ def test_centralised_training_takes_the_same_network(train: Train) -> None:
         (["--model.input_size=19"], "which needs an even model.input_size"),
         (["--augment.flip=horizontal"], "set augment.flip to none and augment.crop to crop"),
         (["--augment.crop=resized"], "set augment.flip to none and augment.crop to crop"),
+        (
+            ["--augment.noise=0.1", "--augment.noise_by_user=true"],
+            "no user has more noise than another: set augment.noise_by_user to false",
+        ),
         (["--augment.color_jitter=0.4"], "may depend on the pixels of another party: set both to none"),
         (["--augment.rand_augment=9"], "may depend on the pixels of another party: set both to none"),
         (["--model.trained=head"], "whose networks each have a last layer"),

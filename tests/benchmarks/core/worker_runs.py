@@ -73,6 +73,7 @@ PRIVATE = (
 KEYED = (
     *("--augment.cutout=8", "--augment.color_jitter=0.4"),
     *("--augment.rand_augment=9", "--augment.random_erasing=0.5"),
+    *("--augment.noise=0.1", "--augment.noise_by_user=true"),
 )
 MIXING = ("--augment.mixup=0.5", "--augment.cutmix=1")
 FAST = ("--config=fl-r-17", "--runtime.engine=fast")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -244,3 +245,16 @@ def test_cohorts_are_drawn_by_the_function_that_the_accounting_is_for(sampler: A
     for round_number in range(5):
         drawn = private_cohort(sampler, 2**100 + 3, round_number, 60, 20)
         assert np.array_equal(data.cohort(20, round_number), drawn)
+
+
+@pytest.mark.parametrize("by_user", [True, False])
+def test_the_noise_of_users_grows_with_their_number(by_user: bool) -> None:
+    """NIID-Bench's feature skew: the first user has none, and the last all of it."""
+    sampling = replace(SMALL, keys=True, noise_by_user=by_user)
+    for sizes, levels in (([3, 5, 2], [0.0, 0.5, 1.0]), ([4], [0.0])):
+        data = users(NumberedStore(sizes), sampling)
+        for user, level in enumerate(levels):
+            images = data.user_dataset(user)
+            part = images.part(np.arange(2), 0)
+            batches = [*images.iter(4), *images.once(), *part.iter(4)]
+            assert {float(x) for *_, crops in batches for x in crops[:, 8]} == {level if by_user else 1.0}

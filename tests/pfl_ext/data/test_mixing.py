@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pfl_ext.data.mixing import mix, mixed
+from pfl_ext.data.mixing import KEYED_COLUMNS, mix, mixed
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.transforms import AugmentConfig, draw_crops, draw_keys
 from pfl_ext.data.user_images import UserImages
@@ -38,12 +38,12 @@ def batch(n: int, seed: int = 0, **alphas: Any) -> tuple[Tensor, Tensor, Tensor,
 
 
 def partners(crops: Tensor) -> Tensor:
-    return torch.arange(len(crops)) + crops[:, 8].long()
+    return torch.arange(len(crops)) + crops[:, KEYED_COLUMNS].long()
 
 
 def test_mixup_adds_two_images_and_two_labels_by_one_share() -> None:
     x, labels, crops, targets = batch(7, mixup=0.7)
-    others, share = partners(crops), crops[0, 9].double()
+    others, share = partners(crops), crops[0, KEYED_COLUMNS + 1].double()
     assert sorted(others.tolist()) == list(range(7))
     assert 0.05 < share < 0.95
     got = mixed(x, crops)
@@ -58,7 +58,7 @@ def test_cutmix_puts_a_box_of_another_image_and_its_part_of_the_label() -> None:
     cut_off = 0
     for seed in range(40):
         x, labels, crops, targets = batch(5, seed, cutmix=1.0)
-        others, (top, left, bottom, right) = partners(crops), map(int, crops[0, 10:].tolist())
+        others, (top, left, bottom, right) = partners(crops), map(int, crops[0, KEYED_COLUMNS + 2 :].tolist())
         assert 0 <= top <= bottom <= SIDE
         assert 0 <= left <= right <= SIDE
         cut_off += (bottom - top) % 2 or bottom - top != right - left
@@ -76,8 +76,10 @@ def test_a_box_has_the_authors_size() -> None:
     augment, size, sides = AugmentConfig(cutmix=1.0), 200, []
     for seed in range(200):
         rng, again = np.random.default_rng(seed), np.random.default_rng(seed)
-        crops = np.zeros((3, 8), np.float32)
-        top, left, bottom, right = mix(torch.eye(3), crops, rng, size, augment)[1][0, 10:].tolist()
+        crops = np.zeros((3, KEYED_COLUMNS), np.float32)
+        top, left, bottom, right = mix(torch.eye(3), crops, rng, size, augment)[1][
+            0, KEYED_COLUMNS + 2 :
+        ].tolist()
         again.integers(1)
         half = int(size * math.sqrt(1 - again.beta(1.0, 1.0))) // 2
         assert bottom - top <= 2 * half
@@ -90,9 +92,11 @@ def test_a_box_has_the_authors_size() -> None:
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
 def test_shares_are_drawn_from_beta(alpha: float) -> None:
     """Mean 1/2 and variance ``1 / (4 (2 alpha + 1))``, within 5 deviations of the means of 1,500."""
-    rng, crops, n = np.random.default_rng(1), np.zeros((2, 8), np.float32), 1500
+    rng, crops, n = np.random.default_rng(1), np.zeros((2, KEYED_COLUMNS), np.float32), 1500
     augment, labels = AugmentConfig(mixup=alpha), torch.eye(2)
-    found = torch.tensor([float(mix(labels, crops, rng, 8, augment)[1][0, 9]) for _ in range(n)]).double()
+    found = torch.tensor(
+        [float(mix(labels, crops, rng, 8, augment)[1][0, KEYED_COLUMNS + 1]) for _ in range(n)]
+    ).double()
     variance = 1 / (4 * (2 * alpha + 1))
     assert abs(found.mean() - 0.5) < 5 * math.sqrt(variance / n)
     squares = (found - 0.5).square()
@@ -100,7 +104,10 @@ def test_shares_are_drawn_from_beta(alpha: float) -> None:
 
 
 def test_with_both_a_batch_has_one_of_them_by_equal_chance() -> None:
-    boxes = [bool((batch(4, seed, mixup=1.0, cutmix=1.0)[2][:, 9] == 1).all()) for seed in range(200)]
+    boxes = [
+        bool((batch(4, seed, mixup=1.0, cutmix=1.0)[2][:, KEYED_COLUMNS + 1] == 1).all())
+        for seed in range(200)
+    ]
     assert abs(sum(boxes) - 100) < 5 * 7.1
 
 
@@ -133,7 +140,7 @@ def test_images_that_fill_a_batch_up_do_not_reach_others(kind: str) -> None:
 
 def test_without_columns_nothing_is_mixed() -> None:
     x, _, crops, _ = batch(4, **KINDS["both"])
-    for fewer in (None, crops[:, :6], crops[:, :8]):
+    for fewer in (None, crops[:, :6], crops[:, :KEYED_COLUMNS]):
         assert mixed(x, fewer) is x
 
 
@@ -153,12 +160,15 @@ def test_a_users_batches_are_mixed_by_its_own_draws_alone() -> None:
     assert len(fewer) == 4
     assert all(torch.equal(ours, theirs) for one, two in zip(fewer, first) for ours, theirs in zip(one, two))
     other, plain = users_batches(3, mixup=0.5, cutmix=1.0), users_batches(keys=True)
-    assert not any(torch.equal(one[2][:, 9], two[2][:, 9]) for one, two in zip(first, other))
+    assert not any(
+        torch.equal(one[2][:, KEYED_COLUMNS + 1], two[2][:, KEYED_COLUMNS + 1])
+        for one, two in zip(first, other)
+    )
     for (images, targets, crops), (same, labels, keyed) in zip(first, plain):
         assert torch.equal(images, same), "order and crops are those of a user without mixing"
         assert torch.equal(crops[:, :6], keyed[:, :6])
         torch.testing.assert_close(targets.sum(0), labels.float().sum(0))
-    assert len({float(crops[0, 9]) for _, _, crops in first}) > 1, "each step draws"
+    assert len({float(crops[0, KEYED_COLUMNS + 1]) for _, _, crops in first}) > 1, "each step draws"
 
 
 def test_the_loss_is_of_mixed_images_and_scores_are_not() -> None:
@@ -167,7 +177,7 @@ def test_the_loss_is_of_mixed_images_and_scores_are_not() -> None:
     images, targets, crops = users_batches(mixup=0.5)[0]
     x, same = model.prepare(images, targets, crops)
     assert same is targets
-    assert torch.equal(x, mixed(model.prepare(images, targets, crops[:, :8])[0], crops))
+    assert torch.equal(x, mixed(model.prepare(images, targets, crops[:, :KEYED_COLUMNS])[0], crops))
     with pytest.raises(AssertionError, match="not mixed"):
         model.metrics(images, targets, crops)
     assert torch.equal(model(images, crops), model(images, crops[:, :6]))

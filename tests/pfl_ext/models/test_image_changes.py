@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.color_jitter import jittered
 from pfl_ext.models.cutout import cut_out
 from pfl_ext.models.image_changes import KEYED, ImageChanges
+from pfl_ext.models.pixel_noise import noisy
 from pfl_ext.models.rand_augment import rand_augmented
 from pfl_ext.models.random_erasing import erased
 from pfl_ext.tasks.detection import Detection
@@ -30,10 +32,17 @@ from tests.pfl_ext.engine.setting import (
 )
 from tests.pfl_ext.models.test_cutout import crops_of
 
-EACH: dict[str, Any] = {"rand_augment": 9, "color_jitter": 0.4, "cutout": 5, "random_erasing": 0.7}
+EACH: dict[str, Any] = {
+    "rand_augment": 9,
+    "color_jitter": 0.4,
+    "noise": 0.2,
+    "cutout": 5,
+    "random_erasing": 0.7,
+}
 FUNCTIONS: dict[str, Any] = {
     "rand_augment": rand_augmented,
     "color_jitter": jittered,
+    "noise": partial(noisy, std=torch.ones(3)),
     "cutout": cut_out,
     "random_erasing": erased,
 }
@@ -72,7 +81,7 @@ def test_changes_are_made_in_the_order_in_which_they_stand() -> None:
     x, _ = plain.prepare(images, targets, crops)
     x = jittered(rand_augmented(x, crops, 9), crops, 0.4)
     x = (x - model.mean[:, None, None]) / model.std[:, None, None]
-    x = erased(cut_out(x, crops, 5), crops, 0.7)
+    x = erased(cut_out(noisy(x, crops, 0.2, model.std), crops, 5), crops, 0.7)
     torch.testing.assert_close(model.prepare(images, targets, crops)[0], x, rtol=0, atol=1e-5)
 
 
@@ -96,7 +105,7 @@ def test_loss_is_of_changed_images_and_evaluation_is_not(key: str) -> None:
 def test_the_engine_frames_crops_itself_only_where_pixels_are_not_changed_before(key: str) -> None:
     changes = ImageChanges(**{key: EACH[key]})
     model = ImageClassifier(small_backbone(), input_size=10, task=SingleLabel(), changes=changes)
-    assert Crops.know(model) == (key in ("cutout", "random_erasing"))
+    assert Crops.know(model) == (key in ("noise", "cutout", "random_erasing"))
 
 
 @pytest.mark.parametrize("task", [Segmentation(3), Detection(3)], ids=lambda task: type(task).__name__)
@@ -106,7 +115,7 @@ def test_targets_with_a_place_are_refused_where_they_would_not_fit(key: str, tas
         changes = ImageChanges(**{key: EACH[key]})
         return ImageClassifier(nn.Conv2d(3, 3, 1), input_size=10, task=task, changes=changes)
 
-    if key == "color_jitter":
+    if key in ("color_jitter", "noise"):
         build()
         return
     message = rf"augment\.{key} is {EACH[key]}, but {type(task).__name__} .*: set augment\.{key} to none$"
@@ -128,8 +137,8 @@ def test_targets_with_a_place_are_refused_where_they_would_not_fit(key: str, tas
 @pytest.mark.parametrize(
     ("keys", "exact"),
     [
-        (("cutout", "random_erasing"), True),
-        (("cutout", "random_erasing"), False),
+        (("noise", "cutout", "random_erasing"), True),
+        (("noise", "cutout", "random_erasing"), False),
         (("rand_augment", "color_jitter"), True),
     ],
     ids=["hidden", "hidden in scaled crops", "pixels"],
