@@ -103,7 +103,7 @@ class Group:
         """
         found = self.finished[0].outcome
         classes = found.get("classes") or next((found[key] for key in BY_CLASS if found.get(key)), ())
-        return self.finished[0].data_key, *sorted(map(str, classes))
+        return self.finished[0].data_key, self.keys.get("data.test_users"), *sorted(map(str, classes))
 
     @property
     def images_key(self) -> tuple[object, ...]:

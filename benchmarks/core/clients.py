@@ -49,7 +49,10 @@ class OfClients(Experiment[C]):
         cache = int(run.runtime.cache_gb * 1e9)
         partition = partition_of(file, data.partition, run.config.seed)
         dealt = drawn_partition(file, partition, data.taxonomy)
-        self.view = self.view_of(file, partition, data.taxonomy, data.image_size, cache, val_share, dealt)
+        test_users = () if data.test_users is None else tuple(map(str.strip, data.test_users.split(",")))
+        self.view = self.view_of(
+            file, partition, data.taxonomy, data.image_size, cache, val_share, test_users, dealt
+        )
 
     @classmethod
     def source(cls, config: C) -> DataSource:

@@ -52,7 +52,7 @@ class OfAnnotatedImages(OfClients[C]):
 
     def __init__(self, run: Run[C], file: DataFile) -> None:
         data: Any = run.config.data
-        if "test" not in file.splits:
+        if "test" not in file.splits and data.test_users is None:
             raise ValueError(
                 f"{file.path} has no images of test: make it again with such images, or with --val_as test, "
                 "which makes those of val the test images"

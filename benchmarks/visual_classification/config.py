@@ -52,7 +52,7 @@ class Config(TrainingConfig):
     """The config of a run: all that decides its numbers."""
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = {
-        **each(OF_THE_DATA, "data", "dataset partition taxonomy"),
+        **each(OF_THE_DATA, "data", "dataset partition taxonomy test_users"),
         **each(NOT_OF_TRAINING_USERS, "data", "scored"),
         "data.val_share": Rule("read for data.scored=val alone, which is refused with a share above 0"),
     }

@@ -5,7 +5,6 @@ Shape letters: U users, N images of a split, K labels or classes, S image side, 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Sequence
@@ -17,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.arrays import BoolArray, ByteArray, IntArray
-from dataset.store.annotations import LabelMatrix, offsets_of, positions
+from dataset.store.annotations import LabelMatrix, offsets_of
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex, known_as, meaning
+from dataset.store.own_splits import belongs_to, carved, check_test_users
 
 PARTITIONED = "train"
 """The split that has partitions; the others keep the file's own users."""
-CARVED = "val"
-"""The split that can be carved from the training images."""
+CARVED, SCORED = "val", "test"
+"""The split that can be carved from the training images, and the one that can be some users' images."""
 
 
 KINDS = {"mask": "masks", "boxes": "boxes"}
@@ -252,6 +252,9 @@ class SingleLabelView(_View):
     ``train`` stay the same. The expected number of images that a user of n gives is n times the share, also
     where that is below 1.
 
+    With ``test_users``, the training images of these users are ``test``, in place of the file's, and no
+    other split has an image of theirs.
+
     Args:
         file: where the images are.
         partition: one of the file's ways to deal the training images to users; None takes the file's users.
@@ -259,14 +262,15 @@ class SingleLabelView(_View):
         image_size: S in pixels.
         cache_bytes: decoded images stay in memory as long as those of all splits together fit into this.
         val_share: share of the training images that become val, from 0 (none) to below 1.
+        test_users: users (of the partition, if one is chosen) who do not train.
         dealt: the partition called ``partition``, of rows of the file's training images, where it is none of
             the file's.
         lowest: let masks and boxes count as the lowest class that an image contains, as FedML's partitions
             do; without it they are refused.
 
     Raises:
-        ValueError: when the file has no such partition or taxonomy, is not grouped by user, or has a val
-            split of its own beside a ``val_share``.
+        ValueError: when the file has no such partition, taxonomy or user, is not grouped by user, has a val
+            split of its own beside a ``val_share``, or no user is left to train.
     """
 
     file: DataFile
@@ -275,6 +279,7 @@ class SingleLabelView(_View):
     image_size: int = 32
     cache_bytes: int = 0
     val_share: float = 0.0
+    test_users: tuple[str, ...] = ()
     dealt: PartitionIndex | None = None
     lowest: bool = False
     needed: ClassVar[str] = "exactly one label"
@@ -295,11 +300,14 @@ class SingleLabelView(_View):
             raise ValueError(
                 f"{self.file.path} already has a split {CARVED!r}: set data.val_share to 0 to use it"
             )
+        if self.test_users:
+            check_test_users(self.test_users, self._owners(PARTITIONED)[0])
 
     @cached_property
     def splits(self) -> tuple[str, ...]:
         """The splits that `split` can give."""
-        return (*self.file.splits, *([CARVED] if self.val_share else []))
+        more = [*([CARVED] if self.val_share else []), *([SCORED] if self.test_users else [])]
+        return (*self.file.splits, *(name for name in more if name not in self.file.splits))
 
     @cached_property
     def partition_names(self) -> tuple[str, ...]:
@@ -356,45 +364,31 @@ class SingleLabelView(_View):
 
     def _file_split(self, name: str) -> str:
         """The file's split that holds the images of one of `splits`."""
-        return PARTITIONED if self.val_share and name == CARVED else name
+        moved = {CARVED: self.val_share, SCORED: self.test_users}
+        return PARTITIONED if moved.get(name) else name
 
     def _members(self, name: str) -> tuple[Sequence[str], IntArray, IntArray, int]:
         """User ids; the split's images with one label, as rows of the file's split in the users' order; the
         user of each of them; and how many were left out."""
         file_split = self._file_split(name)
         index = self.file.split(file_split)
-        if self.partition is None or file_split != PARTITIONED:
-            user_ids, rows = index.user_ids, np.arange(index.num_images)
-            owner = index.user_index.astype(np.int64)
-        else:
-            dealt = self.dealt or index.partitions[known_as(self.partition, index.partitions)]
-            user_ids, rows = dealt.user_ids, dealt.rows
-            owner = np.repeat(np.arange(len(user_ids)), np.diff(dealt.offsets))
+        user_ids, rows, owner = self._owners(file_split)
         usable = self._usable(file_split)[rows]
         rows, owner = rows[usable], owner[usable]
-        if self.val_share and file_split == PARTITIONED:
-            in_val = _carved([index.image_ids[row] for row in rows.tolist()], owner, user_ids, self.val_share)
+        if self.test_users:
+            here = belongs_to(self.test_users, user_ids)[owner] == (name == SCORED)
+            rows, owner = rows[here], owner[here]
+        if self.val_share and file_split == PARTITIONED and name != SCORED:
+            in_val = carved([index.image_ids[row] for row in rows.tolist()], owner, user_ids, self.val_share)
             here = in_val if name == CARVED else ~in_val
             rows, owner = rows[here], owner[here]
         return user_ids, rows, owner, int((~usable).sum())
 
-
-def _carved(image_ids: Sequence[str], owner: IntArray, user_ids: Sequence[str], share: float) -> BoolArray:
-    """Whether each image, ``[N]``, becomes val: of every user those whose hashes are the smallest.
-
-    A user of n images gives floor(n share + h) of them, but not all, where h in [0, 1) is a hash of the user.
-    """
-    chance = np.array([_uniform("image", image) for image in image_ids], np.float64)
-    order = np.lexsort((chance, owner))
-    sizes = np.bincount(owner, minlength=len(user_ids))
-    rank = np.empty(len(owner), np.int64)
-    rank[order] = positions(sizes)
-    rounding = np.array([_uniform("user", user) for user in user_ids], np.float64)
-    moved = np.minimum(np.floor(sizes * share + rounding), sizes - 1)
-    return np.asarray(rank < moved[owner])
-
-
-def _uniform(purpose: str, name: str) -> float:
-    """A number in [0, 1) that is a hash of the arguments."""
-    digest = hashlib.blake2b(f"carved val\x1f0\x1f{purpose}\x1f{name}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / 2**53
+    def _owners(self, file_split: str) -> tuple[Sequence[str], IntArray, IntArray]:
+        """The users of a split of the file, and rows of it with the user of each; see `_members`."""
+        index = self.file.split(file_split)
+        if self.partition is None or file_split != PARTITIONED:
+            return index.user_ids, np.arange(index.num_images), index.user_index.astype(np.int64)
+        dealt = self.dealt or index.partitions[known_as(self.partition, index.partitions)]
+        owner = np.repeat(np.arange(len(dealt.user_ids)), np.diff(dealt.offsets))
+        return dealt.user_ids, dealt.rows, owner

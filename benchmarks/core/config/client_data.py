@@ -23,6 +23,8 @@ class ClientDataConfig(ImageConfig):
     """Name of the annotation in the file that is learnt."""
     val_share: float = 0.0
     """Share of each user's training images that becomes val, for a file without val; 0: the file's val."""
+    test_users: str | None = None
+    """Training users, by commas, who do not train; their images are test. none: the file's test."""
 
 
 def check_clients(config: TrainingConfig) -> None:

@@ -27,6 +27,7 @@ YOUNGER = {
     "augment.color_jitter": None,
     "augment.rand_augment": None,
     "augment.random_erasing": None,
+    "data.test_users": None,
     "augment.noise": None,
     "augment.noise_by_user": False,
     "augment.mixup": None,

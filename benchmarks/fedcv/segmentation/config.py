@@ -47,7 +47,7 @@ class Config(TrainingConfig):
     """The config of a run: all that decides its numbers."""
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = {
-        **each(OF_THE_DATA, "data", "dataset partition taxonomy"),
+        **each(OF_THE_DATA, "data", "dataset partition taxonomy test_users"),
         "evaluation.per_user": Rule(NOT_OF_TRAINING_USERS),
         "data.val_share": only("val would be training users' images, and its scores are exact", 0.0),
     }

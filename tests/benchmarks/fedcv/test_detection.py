@@ -253,6 +253,20 @@ def test_a_file_without_test_says_how_val_becomes_test(boxes_file: Path) -> None
             FederatedDetection(parse(["--config=street-fl", "--data.val_share=0"]), file)
 
 
+def test_users_who_do_not_train_can_be_test(boxes_file: Path) -> None:
+    """Their boxes, too, and whether the file has a test split or not."""
+    with DataFile(boxes_file) as file:
+        names = list(file.split("train").user_ids)[1:3]
+        words = ["--config=street-fl", "--data.val_share=0", "--data.image_size=16", "--model.input_size=16"]
+        whole = FederatedDetection(parse(words), file).split("train")
+        file.splits = ("train", "val")
+        experiment = FederatedDetection(parse([*words, f"--data.test_users={names[1]}, {names[0]}"]), file)
+        test, train = experiment.split("test"), experiment.split("train")
+        assert (list(test.user_ids), {*train.user_ids}) == (names, {*whole.user_ids} - {*names})
+        theirs = np.arange(*whole.user_offsets[[1, 3]])
+        assert np.array_equal(test.targets(theirs - theirs[0]), whole.targets(theirs))
+
+
 def test_a_network_for_boxes_is_refused_for_pixels() -> None:
     config = SEGMENTATION.parse(["--model.arch=fcos_resnet18"]).config
     with pytest.raises(ValueError, match=r"outputs for boxes, .* each pixel: choose another, as deeplab"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex, SplitIndex
-from dataset.store.views import SingleLabelView, SplitImages, _carved
+from dataset.store.own_splits import carved
+from dataset.store.views import SingleLabelView, SplitImages
 from pfl_ext.data.federated_dataset import ImageStore, natural_partition
 from tests.dataset.drawn import label_rows, number_in
 from tests.dataset.store.test_hdf5 import partitioned, write
@@ -177,23 +179,23 @@ def test_a_carved_val_is_a_function_of_users_and_images_alone() -> None:
     """Another process finds the same; the order of the images does not matter."""
     users, ids = ["u", "v"], [str(number) for number in range(40)]
     owner = np.repeat([0, 1], 20)
-    in_val = _carved(ids, owner, users, 0.25)
+    in_val = carved(ids, owner, users, 0.25)
     assert [i for i, carved in zip(ids, in_val) if carved] == [
         "2", "6", "11", "13", "14", "20", "25", "26", "30", "36",
     ]  # fmt: skip
     order = np.random.default_rng(0).permutation(40)
-    again = _carved([ids[i] for i in order], owner[order], users, 0.25)
+    again = carved([ids[i] for i in order], owner[order], users, 0.25)
     np.testing.assert_array_equal(again, in_val[order])
-    larger = _carved(ids, owner, users, 0.5)
+    larger = carved(ids, owner, users, 0.5)
     assert (larger | ~in_val).all()  # a larger share holds the smaller one
 
 
 def test_users_of_few_images_give_their_share_on_average() -> None:
     """4,000 users of 3 images at a share of 0.1: 1,200 images expected, standard deviation 29."""
     users = [str(user) for user in range(4000)]
-    in_val = _carved([str(i) for i in range(12000)], np.repeat(np.arange(4000), 3), users, 0.1)
+    in_val = carved([str(i) for i in range(12000)], np.repeat(np.arange(4000), 3), users, 0.1)
     assert abs(int(in_val.sum()) - 1200) < 5 * 29
-    assert not _carved(users, np.arange(4000), users, 0.9).any()  # a user's only image is for training
+    assert not carved(users, np.arange(4000), users, 0.9).any()  # a user's only image is for training
 
 
 def test_a_val_that_cannot_be_carved_is_refused(file: DataFile, without_val: DataFile) -> None:
@@ -218,3 +220,57 @@ def test_garments_of_real_users_are_a_single_label_task() -> None:
         sizes = np.diff(store.user_offsets)
         assert ids == np.repeat(np.array(store.user_ids), sizes).tolist()
         assert (sizes > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("partition", "names", "train", "test", "val"),
+    [
+        (None, ("c",), {"a": [0, 1], "b": [2]}, {"c": [3, 4, 5, 6]}, ["d", "val-a"]),
+        (None, ("c", "a"), {"b": [2]}, {"a": [0, 1], "c": [3, 4, 5, 6]}, ["d"]),
+        ("crossed", ("q",), {"p": [6, 0, 3]}, {"q": [1, 2, 5, 4]}, ["d", "val-a"]),
+    ],
+)
+def test_test_users_have_their_images_in_test_and_in_no_other_split(
+    partition: str | None,
+    names: tuple[str, ...],
+    train: dict[str, list[int]],
+    test: dict[str, list[int]],
+    val: list[str],
+    tmp_path: Path,
+) -> None:
+    """Also where the file has a test split, and val images of a test user."""
+    splits = partitioned()
+    splits["val"] = dataclasses.replace(splits["val"], user_ids=["d", "val-a"])
+    file = DataFile(write(tmp_path / "f.hdf5", "raw", splits=splits))
+    task = SingleLabelView(file, partition, test_users=names, cache_bytes=10**8)
+    assert task.splits == ("train", "val", "test")
+    assert users_rows(task.split("train")) == train
+    assert users_rows(task.split("test")) == test
+    assert list(task.split("val").user_ids) == val
+    store = task.split("test")
+    assert shown(store, list(range(store.num_images))) == store.file_rows.tolist()
+
+
+def test_test_users_have_no_image_in_a_carved_val(without_val: DataFile) -> None:
+    task = SingleLabelView(without_val, val_share=0.5, test_users=("user 3",))
+    found = {name: users_rows(task.split(name)) for name in task.splits}
+    whole = users_rows(SingleLabelView(without_val).split("train"))
+    assert found["test"] == {"user 3": whole["user 3"]}
+    assert "user 3" not in {**found["train"], **found["val"]}
+    alone = users_rows(SingleLabelView(without_val, val_share=0.5).split("val"))
+    assert found["val"] == {user: rows for user, rows in alone.items() if user != "user 3"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("c", "x"), "data.test_users has 'x', but the training users are a, b, c: give some of these, with"),
+        (("",), "data.test_users has '', but"),
+        (("a", "b", "c"), "data.test_users has all training users, so nobody would train: leave one out"),
+    ],
+)
+def test_test_users_who_are_none_or_all_are_refused(
+    file: DataFile, names: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SingleLabelView(file, test_users=names)
