@@ -108,6 +108,32 @@ def test_what_draws_by_itself_and_what_depends_on_the_engine_is_found(dropped: N
     assert said[2].startswith("by pfl's own loop: NOT EQUAL: the states differ by ")
 
 
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_a_state_that_grows_in_each_round_does_not_hide_a_difference(weight: float, tmp_path: Path) -> None:
+    """As FedBuff's versions do. Without a number common to both rounds nothing says what is a rounding."""
+
+    class Growing(Runs):
+        rounds = stops = 0
+
+        def train(self, name: str, *more: str, by: Sequence[str] = ()) -> bool:
+            (self.folder / name).mkdir(exist_ok=True)
+            self.stops += by == INTERRUPTED
+            self.rounds = self.stops if by == INTERRUPTED else 3
+            return self.rounds == 3
+
+        def state(self, name: str) -> dict[str, torch.Tensor]:
+            off = weight if name == "by pfl's own loop" else 0.0
+            more = 1 if name == "perturbed" and not weight else 0
+            return {"x": torch.full((2,), self.rounds + off), "versions": torch.ones(self.rounds + more)}
+
+        def results(self, name: str) -> dict[str, Any]:
+            return {}
+
+    said = list[str]()
+    assert check(Growing(["module"], tmp_path), said.append) == (weight == 0)
+    assert said[2].startswith("by pfl's own loop: NOT EQUAL" if weight else "by pfl's own loop: equal")
+
+
 def test_it_trains_in_processes_of_their_own(
     classes_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
