@@ -14,8 +14,15 @@ from pfl_ext.tasks.multi_label_scores import shown
 
 FEW = 40
 """Most users of a run that are shown one by one."""
-OWN_MODELS = {"train": ", own models", "val": ", own models on val", "test": ", own models on test"}
-"""How the section of users' own models ends, by the split whose images score them."""
+MODELS = {
+    ("server", "test"): ("", ""),
+    ("server", "val"): ("-val", " on val"),
+    ("server", "train"): ("-held-out", " on held-out images"),
+    ("personal", "train"): ("-own", ", own models"),
+    ("personal", "val"): ("-own-val", ", own models on val"),
+    ("personal", "test"): ("-own-test", ", own models on test"),
+}
+"""How the label of a table and its section end, by the model that is scored and the split of the images."""
 NO_SCORES = ("group", "split", "user", "images", "training_images", "model", "cluster")
 """The columns of ``clients.csv`` that are no scores."""
 
@@ -27,7 +34,7 @@ class Score(NamedTuple):
     name: str
     value: float
     kind: str = ""
-    """That of `OWN_MODELS`, for a score of the user's own model."""
+    """How its section ends, of `MODELS`."""
 
 
 def section_of(score: str, kind: str) -> str:
@@ -37,8 +44,7 @@ def section_of(score: str, kind: str) -> str:
 
 def sections_of(score: str) -> dict[str, str]:
     """The sections that a score can have, with how the labels of their tables end."""
-    ends = ("", "-own", "-own-val", "-own-test")
-    return {end: section_of(score, kind) for end, kind in zip(ends, ("", *OWN_MODELS.values()), strict=True)}
+    return {end: section_of(score, kind) for end, kind in MODELS.values()}
 
 
 def scores_of(run: RunRecord) -> Iterator[Score]:
@@ -69,7 +75,7 @@ def _in_rows(run: RunRecord, is_alone: bool) -> Iterator[Score]:
     if len({row["user"] for row in rows}) > FEW:
         return
     for row in {(row["model"], row["user"]): row for row in rows}.values():
-        kind = OWN_MODELS[row["split"]] if row["model"] == "personal" else ""
+        _, kind = MODELS[row["model"], row["split"]]
         for name in row.keys() - {*NO_SCORES}:
             if row[name] and math.isfinite(float(row[name])):
                 yield Score(row["user"], name, float(row[name]), kind)

@@ -123,7 +123,7 @@ def latex_users(comparison: Comparison, command: str) -> str:
                 )
             ]
             label = f"clients-{plain_names([shown(score)])[0]}{end}"
-            text += _of_classes(comparison, groups, section, label, score, is_own=end != "")
+            text += _of_classes(comparison, groups, section, label, score, is_own=end.startswith("-own"))
     return _head(comparison, command) + text if text else ""
 
 

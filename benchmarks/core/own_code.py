@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -158,11 +159,23 @@ def _files(module: ModuleType) -> dict[str, str]:
             found[name] = file_digest(path)
             new = sorted(_imported(path) - seen)
             seen |= set(new)
-            near = [sys.modules[other] for other in new if other in sys.modules]
+            near = filter(None, map(_module, new))
             left += [
                 other for other in near if other.__name__ in named or (folder and _place(other) == folder)
             ]
     return found
+
+
+def _module(name: str) -> ModuleType | None:
+    """A module or package of the first level; if nothing has imported it yet, with its files only."""
+    if name in sys.modules or (spec := importlib.util.find_spec(name)) is None:
+        return sys.modules.get(name)
+    module = ModuleType(name)
+    if spec.has_location:
+        module.__file__ = spec.origin
+    if spec.submodule_search_locations is not None:
+        module.__path__ = list(spec.submodule_search_locations)
+    return module
 
 
 def _place(module: ModuleType) -> Path | None:

@@ -58,7 +58,8 @@ def scores_of_users(
                 scores = _scored(OwnSplit(name, store, _rows(store)), users, model)
                 found[kind] = scores.summary(["server"])
                 ids = [store.user_ids[user] for user in users.tolist()]
-                rows += scores.each(kind, {user: trained.get(user, 0) for user in ids})
+                names = {in_another_split(user, name): user for user in trained}
+                rows += scores.each(kind, {names.get(user, user): trained.get(user, 0) for user in ids})
                 break
     if rows and is_main():
         write_users(directory, rows)

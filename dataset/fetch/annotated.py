@@ -109,7 +109,7 @@ class Reading:
         cut: whether to cut boxes off at the border of their image, and leave out those of which nothing
             remains; else such boxes are an error.
         first_pixel: the number of an image's first pixel in its boxes, 1 or 0, if the layout leaves it open.
-        splits: the splits of the images by id, if the layout's own files do not have them.
+        splits: the splits of the images by id or file name, if the layout's own files do not have them.
         upright: whether images are stored turned by their EXIF orientation.
         skip: whether images without an annotation are left out; their records then have None as such.
         values: the values that the classes have in the masks; empty: their numbers, and 255 for no class.
@@ -165,7 +165,7 @@ class Users:
                 by ids that are those of other images, too, or some by the one id and some by the other.
         """
         split_of = {record["image_id"]: record["partition"] for record in annotated.records}
-        ids = {name: name if name in split_of else _without_suffix(name) for name in self.images}
+        ids = {name: name if name in split_of else without_suffix(name) for name in self.images}
         by_id = {name: image for name, image in ids.items() if image in split_of}
         by_other = {image: annotated.ids[image] for image in self.images if image in annotated.ids}
         to_id, rest = (by_id, by_other) if len(by_id) >= len(by_other) else (by_other, by_id)
@@ -208,7 +208,7 @@ class Users:
         return replace(self, columns=columns, images=frozenset(to_id.values()))
 
 
-def _without_suffix(name: str) -> str:
+def without_suffix(name: str) -> str:
     """A file name without the suffix of an image."""
     path = PurePosixPath(name)
     return path.stem if path.suffix.lower() in IMAGE_SUFFIXES else name

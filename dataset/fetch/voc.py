@@ -20,7 +20,16 @@ from typing import Any
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from dataset.fetch.annotated import COLUMNS, USERS_CSV, Annotated, Form, Layout, Reading, fitted
+from dataset.fetch.annotated import (
+    COLUMNS,
+    USERS_CSV,
+    Annotated,
+    Form,
+    Layout,
+    Reading,
+    fitted,
+    without_suffix,
+)
 from dataset.fetch.mask_values import check_classes, numbered
 from dataset.files import utf8
 from dataset.store.annotations import BACKGROUND, DIFFICULT
@@ -65,7 +74,10 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
             f"--mask_values has {len(reading.values)} values, but there are {len(classes)} classes "
             f"({', '.join(classes)[:200]}): give one for each; classes are listed in {CLASSES_TXT}"
         )
-    split_of = _sets(files, origin, form) or dict(reading.splits)
+    split_of = _sets(files, origin, form)
+    if not split_of:
+        annotated = {name.partition("/")[2] for name in files}
+        split_of = {i if i in annotated else without_suffix(i): split for i, split in reading.splits.items()}
     if not split_of:
         raise ValueError(
             f"{origin} does not say which images are for training: add ImageSets/{SETS[form]}/train.txt, "

@@ -150,8 +150,8 @@ def _check_texts(root: Path, files: Mapping[str, bytes], found: Mapping[PurePosi
 
 def _split(path: PurePosixPath, splits: Mapping[str, str], file: Path) -> str:
     named = {SPLIT_NAMES[part] for part in path.parts[:-1] if part in SPLIT_NAMES}
-    if not named and path.stem in splits:
-        named = {splits[path.stem]}
+    if not named:
+        named = {splits[name] for name in (path.stem, path.name) if name in splits}
     if len(named) != 1:
         raise ValueError(
             f"{file} belongs to no split, or to several: name exactly one folder above it train, val or "

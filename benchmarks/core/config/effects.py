@@ -351,9 +351,15 @@ def _check_average(config: TrainingConfig) -> None:
             "on users' images, and not the average: set evaluation.average to none, or "
             "federated.options.held_out and scored_on to their defaults"
         )
+    steps = f"{config.mode}.num_{config.unit}s"
     if evaluation.average_from_round >= config.num_steps:
-        steps = f"{config.mode}.num_{config.unit}s"
         raise ValueError(
             f"evaluation.average_from_round is {evaluation.average_from_round}, but must be below "
             f"{steps} = {config.num_steps}, or nothing would be averaged: lower it"
+        )
+    most = config.num_steps - evaluation.average_from_round
+    if evaluation.average_every > most:
+        raise ValueError(
+            f"evaluation.average_every is {evaluation.average_every}, but must be at most {most}, {steps} "
+            "minus evaluation.average_from_round, or the first model would stay alone: lower it"
         )

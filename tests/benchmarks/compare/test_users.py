@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.compare.each_user import scores_of
-from benchmarks.compare.latex import latex
+from benchmarks.compare.latex import latex, latex_users
 from benchmarks.compare.reading import compare, read_any
 from benchmarks.compare.tables import facts
 from benchmarks.core.config.trees import Tree
@@ -146,3 +147,19 @@ def test_up_to_forty_users_are_shown_one_by_one(count: int, shown: int, tmp_path
     }
     (run / "per_user.json").write_text(json.dumps(whole))
     assert len([*scores_of(read_any(run)[0])]) == shown
+
+
+def test_each_split_on_which_a_servers_model_was_scored_has_a_table(tmp_path: Path) -> None:
+    """A score on held-out images or on val stands in no row with one on test."""
+    for place, split in enumerate(("train", "val", "test")):
+        run = make_run(tmp_path / split, "fl-r-17", f"--local.learning_rate=0.{place + 1}")
+        rows = ["group,split,user,images,training_images,model,O-AP", f"seen,{split},cam,3,9,server,5{place}"]
+        (run / "clients.csv").write_text("\n".join(rows) + "\n")
+    parts = latex_users(compare([tmp_path]), "command").split(r"\begin{table}")[1:]
+    found = {part.partition(r"\label{tab:")[2].partition("}")[0]: part for part in parts}
+    assert {label: re.findall(r"cam & (.*) \\", part) for label, part in found.items()} == {
+        "clients-o-ap-exact": ["52.00"],
+        "clients-o-ap-exact-val": ["51.00"],
+        "clients-o-ap-exact-held-out": ["50.00"],
+    }
+    assert not any("own models" in part or "its user" in part for part in parts)

@@ -89,6 +89,7 @@ def test_algorithms_without_a_model_of_the_server_refuse_it(refused: Refused) ->
         (("--evaluation.average=swa", "--evaluation.average_decay=0.9"), "set evaluation.average to ema"),
         (("--evaluation.average_from_round=2",), "average is none: remove it, or set evaluation.average to"),
         (("--evaluation.average=ema", "--evaluation.average_from_round=3"), "must be below federated.num"),
+        ((*SWA, "--evaluation.average_every=3"), "must be at most 2, federated.num_rounds minus evaluation"),
         (
             ("--config=c-r-17", "--centralised.num_epochs=3", *SWA, "--evaluation.average_from_round=3"),
             "must be below centralised.num_epochs = 3",

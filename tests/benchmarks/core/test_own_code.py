@@ -95,6 +95,21 @@ def test_what_a_file_registers_counts_whoever_defined_it(choice: str, files: lis
         path.write_text(text)
 
 
+def test_what_only_a_function_imports_counts_before_it_is_imported(files: list[Path]) -> None:
+    files[0].write_text(f"{NETS}\ndef late():\n    import later_of_mine, package_of_mine.part\n")
+    late = [files[0].parent / name for name in ("later_of_mine.py", "package_of_mine/part.py")]
+    late[1].parent.mkdir()
+    for path in late:
+        path.write_text("")
+    before = parse([CHOICES["network"]]).config.own_code
+    for path in late:
+        path.write_text("# edited\n")
+        assert parse([CHOICES["network"]]).config.own_code != before, path
+        path.write_text("")
+    assert parse([CHOICES["network"]]).config.own_code == before
+    assert not {"later_of_mine", "package_of_mine"} & sys.modules.keys()
+
+
 def test_a_network_for_masks_of_own_parts_counts(files: list[Path]) -> None:
     words = ["--config=camvid-fl", "--model.arch=unet_of_mine"]
     before = SEGMENTATION.parse(words).config.own_code

@@ -93,6 +93,17 @@ def test_users_are_scored_where_they_have_images_and_train_on_all(
     assert seen["personal"]["pooled"]["accuracy"] == pytest.approx(pooled, abs=1e-3)
 
 
+def test_a_user_has_one_name_whichever_model_is_scored(photos: Path, trained: Trained) -> None:
+    """FedAvg's users stand in the rows of those with models of their own; in the file they are test-NAME."""
+    directory = trained(photos)
+    listed = [*csv.DictReader((directory / "clients.csv").read_text().splitlines())]
+    with DataFile(photos) as file:
+        train = file.split("train")
+        trained_on = dict(zip(train.user_ids, np.diff(train.user_offsets).tolist()))
+    assert {(row["group"], row["split"], row["model"]) for row in listed} == {("seen", "test", "server")}
+    assert {row["user"]: int(row["training_images"]) for row in listed} == trained_on
+
+
 def test_clients_of_a_drawn_partition_are_scored_on_a_val_of_their_own(
     without_val: Path, trained: Trained
 ) -> None:

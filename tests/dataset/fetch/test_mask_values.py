@@ -63,6 +63,18 @@ def test_masks_of_0_and_255_become_class_numbers(tmp_path: Path, capsys: pytest.
     assert "background" not in classes  # which is not counted
 
 
+def test_splits_in_the_csv_may_name_images_with_their_suffix(tmp_path: Path) -> None:
+    """As docs/own_data.md says of `image_id`; here the layout has no lists of its own."""
+    source = folder(tmp_path / "in", LESION)
+    for path in (source / "ImageSets" / "Segmentation").iterdir():
+        path.unlink()
+    (source / "users.csv").write_text("image_id,user,partition\na.tif,x,train\nb,y,test\n")
+    assert make(CAMVID, tmp_path / "f.hdf5", f"--source={source}") == 0
+    with DataFile(tmp_path / "f.hdf5") as file:
+        found = {split: (*file.split(split).image_ids, *file.split(split).user_ids) for split in file.splits}
+    assert found == {"train": ("a", "x"), "test": ("b", "test-y")}
+
+
 @pytest.mark.parametrize(
     "mask, words, said",
     [

@@ -143,9 +143,10 @@ def test_a_damaged_image_is_refused_or_left_out(tmp_path: Path, capsys: pytest.C
         assert "000007" not in file.split("train").image_ids
 
 
-def test_splits_and_users_may_be_those_of_a_csv(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["", ".jpg"])
+def test_splits_and_users_may_be_those_of_a_csv(suffix: str, tmp_path: Path) -> None:
     files = {name.replace("/train/", "/").replace("/val/", "/"): data for name, data in yolo_files().items()}
-    lines = [f"{one.image_id},{one.split},u{one.number % 2}\n" for one in (*TRAIN, *VAL)]
+    lines = [f"{one.image_id}{suffix},{one.split},u{one.number % 2}\n" for one in (*TRAIN, *VAL)]
     files["users.csv"] = ("image_id,partition,user\n" + "".join(lines)).encode()
     assert made(tmp_path, files) == 0
     with DataFile(tmp_path / "f.hdf5") as file:
