@@ -113,7 +113,7 @@ def test_chosen_scores_are_shown_over_users_by_the_models_that_they_use(tmp_path
     page = str(significance(comparison))
     assert "mean of users&#x27; O-AP exact, seen in training, each user by its own model" in page
     assert "each user by its own model" not in str(significance(whole))
-    with pytest.raises(ValueError, match="^no run has the score 'kappa' on test; there are C-AP, "):
+    with pytest.raises(ValueError, match=r"^no run has the score 'kappa' on test; there are C-AP, "):
         whole.showing(["O-AP", "kappa"])
 
 
