@@ -19,9 +19,10 @@ from pfl_ext.evaluation import SCORES
 
 
 def partition_text(task: SingleLabelView) -> str:
-    """The partition, and what its alpha counts if it has one."""
-    clause = task.convention
-    return f"partition {task.partition or 'of the file'}{clause and f'; {clause}'}"
+    """The partition, whose users it takes the images from, and what its alpha counts if it has one."""
+    clause, users = task.convention, len(task.file.split("train").user_ids)
+    instead = f" instead of the file's {users:,} users" if task.dealt is not None and users > 1 else ""
+    return f"partition {task.partition or 'of the file'}{instead}{clause and f'; {clause}'}"
 
 
 def followed_text(task: SingleLabelView, scored: str) -> str:

@@ -263,6 +263,7 @@ def test_a_partition_that_the_file_does_not_hold_is_drawn_from_its_images(
     facts = json.loads((directory / "results.json").read_text())["partition"]
     assert (facts["name"], facts["users"], sum(facts["sizes"])) == (name, 4, plain.num_images)
     assert "with 1 for each client" in facts["convention"]
+    assert f"partition {name} instead of the file's 12 users; each class" in capsys.readouterr().out
     train("--data.partition=lda-0-clients-4-seed-0", name="wrong", code=2)
     assert "give a number above 0" in capsys.readouterr().err
     assert not (directory.parent / "wrong").exists()
