@@ -278,7 +278,7 @@ def significance(comparison: Comparison) -> Html:
 
 
 def _tests_of_users(comparison: Comparison, score: str) -> list[Html]:
-    """Of the means over users, each by the model that it uses, where the scores to show are given."""
+    """Tests of the means over users, each by the model that it uses, where the scores to show are given."""
     if score not in comparison.groups[0].scores:
         return []
     parts = []
