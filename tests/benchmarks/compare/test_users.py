@@ -94,9 +94,9 @@ def test_chosen_scores_are_shown_over_users_by_the_models_that_they_use(tmp_path
         for name, (own, server) in scores.items():
             found, argv = personal(own + seed, server), f"--federated.algorithm={name}"
             make_run(tmp_path / f"{name}{seed}", "fl-r-17", argv, seed=seed, clients=found)
-        of_users = {"server": {"users": {"O-AP": {"n": 3, "mean": 40.0 + seed}}}}
-        of_users |= {"users": 3, "images": 9, "least images": 1}
-        make_run(tmp_path / f"fedavg{seed}", seed=seed, clients={"seen": of_users})
+        seen = personal(0.0, 40.0 + seed)["seen"]
+        del seen["personal"]
+        make_run(tmp_path / f"fedavg{seed}", seed=seed, clients={"seen": seen})
     whole = compare([tmp_path])
     assert latex_in_use(whole, "command") == ""
     comparison = whole.showing(["O-AP"])
