@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.compare.each_user import scores_of
 from benchmarks.compare.latex import latex, latex_in_use
+from benchmarks.compare.measures import curve
 from benchmarks.compare.reading import compare, read_any
 from benchmarks.compare.tables import facts, significance
 from benchmarks.core.config.trees import Tree
@@ -115,6 +116,17 @@ def test_chosen_scores_are_shown_over_users_by_the_models_that_they_use(tmp_path
     assert "each user by its own model" not in str(significance(whole))
     with pytest.raises(ValueError, match=r"^no run has the score 'kappa' on test; there are C-AP, "):
         whole.showing(["O-AP", "kappa"])
+
+
+def test_a_score_that_an_earlier_version_did_not_compute_has_no_curve(tmp_path: Path) -> None:
+    """A run that it began and this one ended has the score in some lines."""
+    run = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    del lines[0]["val"]["O-AP"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = compare([run]).showing(["O-AP"]).runs[0]
+    assert curve(record, "val", "O-AP") is None
+    assert curve(record, "val", "C-AP") is not None
 
 
 def test_a_hospital_has_one_name_whichever_model_is_scored(tmp_path: Path) -> None:
