@@ -241,9 +241,9 @@ def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClas
 
 
 def _check_score_kinds(experiment: Experiment[Any], task: Task) -> None:
-    """Refuse a class that declares something of a score that it does not have; it may inherit such."""
+    """Refuse a user's own class that itself declares something of a score that it does not have."""
     known = dict.fromkeys((*experiment.scores, *experiment.headline, task.user_headline))
-    for attribute in ("lower_is_better", "units"):
+    for attribute in () if type(task).__module__.startswith("pfl_ext.") else ("lower_is_better", "units"):
         if wrong := [name for name in vars(type(task)).get(attribute, ()) if name not in known]:
             raise ValueError(
                 f"{type(task).__name__}.{attribute} has {wrong[0]!r}, which is not one of the scores of this "

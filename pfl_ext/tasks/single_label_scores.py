@@ -47,12 +47,12 @@ class ClassCounts(MetricValue):
     def __init__(self, num_classes: int, numbers: IntArray, rows: MultiLabelScores | None = None) -> None:
         self.num_classes, self.numbers, self.rows = num_classes, numbers, rows
         parts = np.split(numbers, np.cumsum(self._sizes(num_classes))[:-1])
-        self.right, self.images, self.guessed, self._in_bins, self._right_in_bins, self._confidence = parts[
-            :6
-        ]
+        self.right, self.images, self.guessed = parts[:3]
         """``right``, ``images`` and ``guessed``: images of each class that are predicted correctly, that
         there are, and that are predicted as it, ``[K]``."""
-        self._in_bins, self._right_in_bins, self._confidence, self._single = parts[3:7]
+        self._in_bins, self._right_in_bins, self._confidence = parts[3:6]
+        """The images of each bin, those that are predicted correctly, and the sum of confidences in units."""
+        self._single = parts[6]
         """Images without a prediction, images with their class among the five likeliest, squared errors."""
         self.confusion = parts[7].reshape(-1, num_classes) if num_classes <= FEW_CLASSES else None
         """Images by true (row) and predicted class, ``[K, K]``."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.core import execute
 from benchmarks.core.clients import drawn_partition
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
@@ -15,6 +18,7 @@ from benchmarks.visual_classification.curves import read_finished
 from benchmarks.visual_classification.train import VisualClassification, main
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
+from pfl_ext.tasks.single_label import SingleLabel
 from tests.benchmarks.conftest import VISION_SMALL, Refused, Train, train_into
 from tests.benchmarks.moved import LUCK, inexact
 from tests.benchmarks.run_files import lines, results, weights
@@ -223,6 +227,18 @@ def test_the_best_may_be_chosen_by_scores_for_unbalanced_classes(score: str, sig
     best = max(sign * line["val"][score] for line in rounds)
     assert sign * outcome["val"][score] == pytest.approx(best, abs=1e-6)
     assert outcome["score_kinds"] == {"lower_is_better": ["ECE", "Brier"], "units": {"Brier": ""}}
+
+
+def test_a_benchmark_of_ones_own_need_not_list_all_scores_of_its_task() -> None:
+    """One written before the task had them is not refused; its own class is held to what it declares."""
+    own: Any = SimpleNamespace(scores=("loss", "accuracy"), headline=("accuracy",))
+
+    class Ours(SingleLabel):
+        units = MappingProxyType({"angle": "degrees"})
+
+    execute._check_score_kinds(own, SingleLabel())
+    with pytest.raises(ValueError, match=r"^Ours\.units has 'angle', which is not one of the scores"):
+        execute._check_score_kinds(own, Ours())
 
 
 def test_no_model_is_chosen_by_a_score_that_many_classes_do_not_have(
