@@ -2,6 +2,7 @@
 
     python -m benchmarks.compare RUN_DIR... [--output_dir D] [--target 50] [--at_megabytes 100]
                                  [--columns data.partition [--rows server.momentum ...]] [--names N.yaml]
+                                 [--scores macro-F1 AUROC ECE]
 
 Folders are searched for runs. Runs that differ only in the seed are one group. Runs that have not ended are
 shown up to their last round, and the page says so. These files are written into D (default: compare):
@@ -11,12 +12,14 @@ shown up to their last round, and the page says so. These files are written into
     compare.csv     each number of each run
     table.tex       a table for a paper
     classes.tex     scores of each class, if there are at most 40 classes
+    users.tex       with --scores: their means over users, each by the model that the user uses
     clients.tex     scores of each user, such as a hospital, of runs that scored at most 40
     crossed.tex     with --columns KEY: a column for each value, a row for each method (on the page, too)
 
 Runs are of one method if all their other keys are equal; with --rows, only the keys given there. N.yaml holds
 lines "label: name" to rename labels; groups and rows are in its order. LaTeX reads $...$ in a name as
-mathematics.
+mathematics. With --scores, tables, tests and charts are of these scores, by their names in results.json,
+instead of the benchmark's headline.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from benchmarks.compare import charts, groups, reaching, tables
 from benchmarks.compare.crossed import Crossed, crossed
 from benchmarks.compare.crossed import named as crossed_named
 from benchmarks.compare.groups import Comparison
-from benchmarks.compare.latex import latex, latex_classes, latex_crossed, latex_users
+from benchmarks.compare.latex import latex, latex_classes, latex_crossed, latex_in_use, latex_users
 from benchmarks.compare.reading import compare
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import read_yaml
@@ -190,6 +193,9 @@ def _options(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--names", type=Path, metavar="YAML", help="names to show for labels, and their order"
     )
+    parser.add_argument(
+        "--scores", nargs="+", default=[], metavar="NAME", help="scores to show instead of the headline"
+    )
     options = parser.read(argv)
     output_folder("--output_dir", options.output_dir)
     if options.rows and options.columns is None:
@@ -200,7 +206,7 @@ def _options(argv: Sequence[str]) -> Namespace:
 def main(argv: Sequence[str]) -> None:
     """Read, draw, write."""
     options = _options(argv)
-    comparison = compare(options.run_dirs)
+    comparison = compare(options.run_dirs).showing(options.scores)
     _check_target(comparison, options.target)
     if options.at_megabytes is not None and not 0 <= options.at_megabytes < math.inf:
         raise ValueError(f"--at_megabytes is {options.at_megabytes:g}: give a number of MB, at least 0")
@@ -226,6 +232,7 @@ def _write(comparison: Comparison, crossing: Crossed | None, options: Namespace,
         "compare.csv": tables.csv(comparison),
         "table.tex": latex(comparison, command),
         "classes.tex": latex_classes(comparison, command),
+        "users.tex": latex_in_use(comparison, command),
         "clients.tex": latex_users(comparison, command),
         "crossed.tex": "" if crossing is None else latex_crossed(comparison, crossing, command),
     }

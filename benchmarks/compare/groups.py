@@ -40,16 +40,18 @@ class Group:
     runs: tuple[RunRecord, ...]
     trained: type[Experiment[Any]]
     """What was trained, which says by which scores runs are judged, and which keys have an effect."""
+    scores: tuple[str, ...] = ()
+    """The scores to show, where they are given."""
 
     @property
     def headline(self) -> tuple[str, ...]:
-        """The scores that its benchmark is judged by."""
-        return tuple(self.trained.headline)
+        """The scores that its benchmark is judged by, or those that are given."""
+        return self.scores or tuple(self.trained.headline)
 
     @property
     def judged_by(self) -> tuple[str, ...]:
-        """These scores, and the one that chose the models if it is another one."""
-        chosen = self.runs[0].config.evaluation.best_by
+        """These scores, and the one that chose the models if it is another one and none are given."""
+        chosen = "last" if self.scores else self.runs[0].config.evaluation.best_by
         others = [] if chosen in (LOSS, "last") else [chosen]
         return tuple(dict.fromkeys((*self.headline, *others)))
 
@@ -180,6 +182,18 @@ class Comparison:
             f"{len(names):,} of {counted(len(self.runs), 'run', 'runs')} {are} not finished and left out of "
             f"the scores on test: {listed}"
         )
+
+    def showing(self, scores: Sequence[str]) -> Comparison:
+        """The same by these scores instead of those that the benchmarks are judged by.
+
+        Raises:
+            ValueError: for a score that no run has on test.
+        """
+        known = {score: None for run in self.runs for score in (run.results or {}).get("test", ())}
+        if unknown := [score for score in scores if score not in known]:
+            raise ValueError(f"no run has the score {unknown[0]!r} on test; there are {', '.join(known)}")
+        groups = [dataclasses.replace(group, scores=tuple(dict.fromkeys(scores))) for group in self.groups]
+        return dataclasses.replace(self, groups=tuple(groups))
 
     def values(self, group: Group, section: str, name: str) -> list[float]:
         """A measure of each run of a group that has it; where some runs have ended, of these alone."""

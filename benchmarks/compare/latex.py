@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.compare import each_user
+from benchmarks.compare import each_user, in_use
 from benchmarks.compare.charts import units
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -31,8 +31,6 @@ WORST = ("worst decile", "worst decile ends", "worst decile begins")
 """The names of measures of the worst tenth of the users: its mean, and the score at its other edge."""
 OF_A_CLASS = "score of a class"
 """Stands for a score of `BY_CLASS`, which is in percent whatever the task declares."""
-OWN_MODELS = single_users.MODELS["personal"]
-"""How the section of users' own models ends."""
 DAGGER = r"$^\dagger$"
 
 
@@ -127,6 +125,42 @@ def latex_users(comparison: Comparison, command: str) -> str:
     return _head(comparison, command) + text if text else ""
 
 
+def latex_in_use(comparison: Comparison, command: str) -> str:
+    """A ``table`` for each kind of users, of the scores that are given over users, each by the model that it
+    uses; empty without such scores.
+
+    Args:
+        comparison: what is compared.
+        command: that made it, for a comment.
+    """
+    kinds = dict[str, list[Column]]()
+    groups = comparison.groups
+    for score in [score for score in comparison.headline if score in groups[0].scores]:
+        for section in in_use.sections_of(comparison, score):
+            columns = kinds.setdefault(section.partition(", ")[2], [])
+            worst = "highest decile" if comparison.is_lower_better(score) else "lowest decile"
+            for name in ("mean", single_users.column(worst, comparison.is_lower_better(score))):
+                found = [[*in_use.by_seed(comparison, each, section, name).values()] for each in groups]
+                head = labelled(f"{shown(score)}, {name}", comparison.unit(score))
+                columns.append(Column(escaped(head), _best(groups, found, score)))
+    first = [
+        Column("setting", [_written(comparison, group.label) for group in groups]),
+        Column("$n$", [str(len(group.finished)) for group in groups]),
+    ]
+    text = ""
+    for label, (kind, columns) in zip(plain_names(kinds), kinds.items()):
+        said = [
+            escaped(
+                f"Scores over users, {kind}: each user by its own model if it has one, or else by the "
+                "server's. Each user counts once; the worst decile is the mean of the tenth of users "
+                "with the worst scores."
+            )
+        ]
+        said += ["Mean $\\pm$ standard deviation over $n$ seeds.", *_marks_in_words(groups, columns)]
+        text += booktabs([*first, *columns], said, f"users-{label}")
+    return _head(comparison, command) + text if text else ""
+
+
 def _of_classes(
     comparison: Comparison,
     groups: Sequence[Group],
@@ -200,7 +234,7 @@ def _columns(comparison: Comparison) -> list[Column]:
         Column("setting", [_written(comparison, group.label) for group in groups]),
         Column("$n$", [str(len(group.finished)) for group in groups]),
         *_of_scores(comparison),
-        *_of_users(comparison),
+        *([] if groups[0].scores else _of_users(comparison)),
     ]
     if any(map(privacy_of, groups)):
         deltas = [(privacy_of(group) or [NONE] * 3)[2] for group in groups]
@@ -250,7 +284,7 @@ def _of_users(comparison: Comparison) -> list[Column]:
     """
     names = dict[tuple[str, str], tuple[str, str]]()
     found = [one.section for run in comparison.runs for one in comparison.measures[run.directory]]
-    means = any(section.endswith(OWN_MODELS) for section in found)
+    means = any(section.endswith(in_use.OWN) for section in found)
     for group in comparison.groups:
         chosen = group.judged_by[len(group.headline) :]
         score = chosen[0] if chosen else group.trained.task_of(group.runs[0].config, 2).user_headline
@@ -267,7 +301,7 @@ def _of_users(comparison: Comparison) -> list[Column]:
     return [
         Column(
             escaped(labelled(f"mean of {section}" if name == "mean" else f"{name}, {section}", unit)),
-            (_best if section.endswith(OWN_MODELS) else _on_test)(
+            (_best if section.endswith(in_use.OWN) else _on_test)(
                 comparison.groups,
                 [comparison.values(each, section, name) for each in comparison.groups],
                 score,

@@ -313,13 +313,14 @@ def followed(run: RunRecord) -> tuple[str, str] | None:
 
 
 def curve(run: RunRecord, *keys: str) -> Curve | None:
-    """What the lines of a run have at this path of keys; None where no line has it.
+    """What the lines of a run have at this path of keys; None where some lines with the first of the keys
+    lack the second, as of a run that an earlier version began.
 
     Raises:
-        ValueError: when some lines with the first of the keys have no number there.
+        ValueError: when such a line has no number there.
     """
     lines = [line for line in _history(run) if keys[0] in line]
-    if not lines or (len(keys) > 1 and not any(keys[1] in line[keys[0]] for line in lines)):
+    if not lines or (len(keys) > 1 and not all(keys[1] in line[keys[0]] for line in lines)):
         return None
     steps, values = run.series(*keys)
     known = np.isfinite(values)

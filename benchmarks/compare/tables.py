@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from benchmarks.compare import each_user
+from benchmarks.compare import each_user, in_use
 from benchmarks.compare.charts import key
 from benchmarks.compare.crossed import Crossed
 from benchmarks.compare.groups import Comparison, Group
@@ -252,7 +252,11 @@ def privacy(comparison: Comparison) -> Html:
 
 def significance(comparison: Comparison) -> Html:
     """Every two groups of one `Group.test_key` with at least two finished seeds each, by Welch's t-test."""
-    parts = [_tests(comparison, score) for score in comparison.headline]
+    parts = [
+        part
+        for score in comparison.headline
+        for part in (_tests(comparison, score), *_tests_of_users(comparison, score))
+    ]
     shown_parts = [part for part in parts if part]
     if not shown_parts:
         sizes = ", ".join(f"{group.label}: n = {len(group.finished)}" for group in comparison.groups)
@@ -273,12 +277,28 @@ def significance(comparison: Comparison) -> Html:
     return join([tag("p", note), *shown_parts])
 
 
+def _tests_of_users(comparison: Comparison, score: str) -> list[Html]:
+    """Tests of the means over users, each by the model that it uses, where the scores to show are given."""
+    if score not in comparison.groups[0].scores:
+        return []
+    parts = []
+    for section in in_use.sections_of(comparison, score):
+        found = [in_use.by_seed(comparison, group, section, "mean") for group in comparison.groups]
+        name = f"mean of {section}, each user by its own model if it has one"
+        parts.append(_test_table(comparison, score, name, found))
+    return parts
+
+
 def _tests(comparison: Comparison, score: str) -> Html:
-    section, name = TEST, shown(score)
+    found = [comparison.by_seed(group, TEST, shown(score)) for group in comparison.groups]
+    return _test_table(comparison, score, f"{shown(score)} on test", found)
+
+
+def _test_table(comparison: Comparison, score: str, name: str, found: Sequence[dict[int, float]]) -> Html:
+    """The tests of a score, of which each group has such values by seed."""
     alike: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
-    for group in comparison.groups:
-        if group.finished:
-            values = comparison.by_seed(group, section, name)
+    for group, values in zip(comparison.groups, found):
+        if group.finished and values:
             alike.setdefault(group.test_key, {})[group.label] = values
     names = {group.label: name_of(comparison, group) for group in comparison.groups}
     unit = comparison.unit(score)
@@ -287,7 +307,7 @@ def _tests(comparison: Comparison, score: str) -> Html:
     digits = 2 if unit == PERCENT else decimals(test.difference for test in tests)
     rows = [_test_cells(test, names, digits) for test in tests]
     heads = ["first", "second", "n", "first − second", "interval", "t", "df", "p", "Holm's p", "paired p"]
-    caption = ", ".join(filter(None, [f"{name} on test", shown_unit]))
+    caption = ", ".join(filter(None, [name, shown_unit]))
     return table(caption, heads, rows) if rows else Html()
 
 

@@ -241,10 +241,10 @@ def _refused_or_built(experiment: Experiment[Any], directory: Path) -> ImageClas
 
 
 def _check_score_kinds(experiment: Experiment[Any], task: Task) -> None:
-    """Refuse a task that declares something of a score that it does not have, which would be silence."""
+    """Refuse a user's own class that itself declares something of a score that it does not have."""
     known = dict.fromkeys((*experiment.scores, *experiment.headline, task.user_headline))
-    for attribute, names in (("lower_is_better", task.lower_is_better), ("units", task.units)):
-        if wrong := [name for name in names if name not in known]:
+    for attribute in () if type(task).__module__.startswith("pfl_ext.") else ("lower_is_better", "units"):
+        if wrong := [name for name in vars(type(task)).get(attribute, ()) if name not in known]:
             raise ValueError(
                 f"{type(task).__name__}.{attribute} has {wrong[0]!r}, which is not one of the scores of this "
                 f"run: choose among {', '.join(known)}"

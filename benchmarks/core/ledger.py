@@ -43,9 +43,9 @@ PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy", "epsilon")
 PUBLIC_RESULTS = (
     "setting", "classes", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step",
     "unaveraged", "score_kinds", "per_class_ap", "per_class_ap50", "per_class_accuracy", "per_class_iou",
-    "per_class_dice", "per_class_sensitivity", "per_class_specificity", "prevalence", "per_user", "weights",
-    "own_code", "parameters", "trainable_parameters", "norm", "start_probe", "hardware", "arithmetic",
-    "commit", "torch", "config_sha256", "model_sha256", "model_probe",
+    "per_class_dice", "per_class_sensitivity", "per_class_specificity", "confusion", "prevalence", "per_user",
+    "weights", "own_code", "parameters", "trainable_parameters", "norm", "start_probe", "hardware",
+    "arithmetic", "commit", "torch", "config_sha256", "model_sha256", "model_probe",
 )  # fmt: skip
 """What results.json holds in public mode: the model, and what it scores on users who did not train it."""
 

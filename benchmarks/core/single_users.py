@@ -1,9 +1,10 @@
 """How the model that a run reports does on each user by itself: ``clients`` of ``results.json``.
 
 Users of val and test are scored one by one, those who have training images (``seen``) apart from others
-(``new``): seen users on val, where they have images there, and else on test; new ones on test, and else on
-val. So a val of `data.val_share` scores each training user on images of its own that were set aside. A split
-that belongs to fewer than two users of a kind says nothing about differences between users, and is left out.
+(``new``), on test where they have images there, and else on val. Only a val of `data.val_share` comes before
+test for seen users: it has images of each client's own, also of clients whose images a partition dealt. A
+split that belongs to fewer than two users of a kind says nothing about differences between users, and is left
+out.
 
 Algorithms with a model for each user write ``clients`` themselves, in the same form.
 """
@@ -29,9 +30,6 @@ from pfl_ext.data.federated_dataset import ImageStore, Partition, natural_partit
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.workers.distributed import apart, begin_work, current, is_main
 
-ORDER = {"seen": ("val", "test"), "new": ("test", "val")}
-"""The splits in which the users of a kind are looked for, in turn."""
-
 
 def scores_of_users(
     experiment: Experiment[Any], model: PyTorchModel, inputs: Inputs, directory: Path
@@ -48,8 +46,9 @@ def scores_of_users(
         By kind, as `Scores.summary` has it for the model ``server``, and the ``split``; empty without users.
     """
     found, rows = {}, list[Tree]()
-    for kind, splits in ORDER.items():
-        for name in splits:
+    of_clients = _has(experiment, "val") and _is_carved(experiment, "val")
+    for kind in ("seen", "new"):
+        for name in ("val", "test") if kind == "seen" and of_clients else ("test", "val"):
             if not _has(experiment, name):
                 continue
             store, trained = inputs.split(name), trained_users(experiment, name)

@@ -37,6 +37,8 @@ FEW_USERS = 30
 """Below so many users, each is drawn as a point: a density of them would be made up."""
 MOST_CLASSES = 40
 """So many bars can be read."""
+FEW_CELLS = 20
+"""With so many classes or fewer, the cells of a confusion matrix have numbers."""
 PRIVATE_PANELS = (
     ("clipping bound", "clipping bound (L2)"),
     ("fraction clipped", "fraction of updates clipped"),
@@ -294,4 +296,26 @@ def bars(values: Mapping[str, float], label: str, title: str, path: Path) -> Non
     axes.barh([name for name, _ in ordered], [value for _, value in ordered], color=BLUE)
     axes.set(xlabel=label, title=title, xlim=(0, 100))
     axes.grid(axis="x", alpha=0.3)
+    save(figure, path)
+
+
+def confusion(counts: Mapping[str, Sequence[int]], title: str, path: Path) -> None:
+    """A matrix with true classes as rows and predicted ones as columns. The colour is the share of the row's
+    images, and where there are few classes each cell has the number of images."""
+    names, numbers = list(counts), np.array(list(counts.values()))
+    shares = 100 * numbers / np.maximum(numbers.sum(1, keepdims=True), 1)
+    side = 2.6 + max(0.16, 0.5 * (len(names) <= FEW_CELLS)) * len(names)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+    if len(names) <= FEW_CELLS:
+        for (row, column), number in np.ndenumerate(numbers):
+            ink = "white" if shares[row, column] > 60 else BLACK
+            axes.text(column, row, f"{number:,}", ha="center", va="center", color=ink, fontsize="small")
+    size = "small" if len(names) <= FEW_CELLS else "xx-small"
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size)
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    figure.suptitle(title)
+    figure.colorbar(image, ax=axes, label="% of the images of the true class", shrink=0.8)
     save(figure, path)

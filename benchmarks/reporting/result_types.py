@@ -77,6 +77,7 @@ class Results(TypedDict, total=False):
     per_class_ap: Scores
     per_class_ap50: Scores
     per_class_accuracy: Scores
+    confusion: dict[str, list[StrictInt]]
     per_class_iou: Scores
     per_class_dice: Scores
     per_class_sensitivity: Scores

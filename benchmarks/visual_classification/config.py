@@ -43,7 +43,7 @@ class DataConfig(ClientDataConfig):
 class ScoringConfig(EvaluationConfig):
     """The schedule of scoring on val, and the score that chooses the best model."""
 
-    best_by: Literal["loss", "accuracy", "last"] = "loss"
+    best_by: Literal["loss", "accuracy", "C-accuracy", "macro-F1", "AUROC", "ECE", "Brier", "last"] = "loss"
     """Score on val that chooses the best model, the earliest of equal ones; last: the last model."""
 
 

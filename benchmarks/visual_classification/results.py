@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 from pfl.metrics import Metrics
 
-from benchmarks.core.clients import FEW_USERS, by_class
+from benchmarks.core.clients import FEW_BARS, FEW_USERS, by_class
 from benchmarks.core.config.trees import Tree
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
@@ -18,9 +19,10 @@ from pfl_ext.evaluation import SCORES
 
 
 def partition_text(task: SingleLabelView) -> str:
-    """The partition, and what its alpha counts if it has one."""
-    clause = task.convention
-    return f"partition {task.partition or 'of the file'}{clause and f'; {clause}'}"
+    """The partition, whose users it takes the images from, and what its alpha counts if it has one."""
+    clause, users = task.convention, len(task.file.split("train").user_ids)
+    instead = f" instead of the file's {users:,} users" if task.dealt is not None and users > 1 else ""
+    return f"partition {task.partition or 'of the file'}{instead}{clause and f'; {clause}'}"
 
 
 def followed_text(task: SingleLabelView, scored: str) -> str:
@@ -49,11 +51,26 @@ def partition_facts(task: SingleLabelView) -> Tree:
 
 
 def class_scores(task: SingleLabelView, metrics: Mapping[str, Metrics]) -> Tree:
-    """Scores of the reported model: accuracy of each class on test; and the partition it was trained on."""
+    """Scores of the reported model: accuracy of each class on test; and the partition it was trained on.
+
+    With few classes also ``confusion``: for each true class, how many of its images were predicted as each
+    class, in the order of the classes.
+    """
+    scores = metrics["test"][SCORES]
+    matrix = {} if scores.confusion is None else dict(zip(task.label_names, scores.confusion.tolist()))
     return {
-        "per_class_accuracy": by_class(task, metrics["test"][SCORES].per_class),
+        "per_class_accuracy": by_class(task, scores.per_class),
+        **({"confusion": matrix} if matrix else {}),
         "partition": partition_facts(task),
     }
+
+
+def draw_confusion(results: Tree, title: str, folder: Path) -> None:
+    """``confusion.png``, where its rows can be read."""
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
+    if 0 < len(matrix := results.get("confusion", {})) <= FEW_BARS:
+        plots.confusion(matrix, f"{title}, test", folder / "confusion.png")
 
 
 def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:

@@ -29,6 +29,7 @@ from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED, SingleLabelView
 from pfl_ext.tasks.single_label import SingleLabel
+from pfl_ext.tasks.single_label_scores import FEW_CLASSES
 
 
 class VisualClassification(OfClients[Config]):
@@ -38,7 +39,7 @@ class VisualClassification(OfClients[Config]):
     view_of, target, mini = SingleLabelView, "vision-data", CLASSES
     headline = SingleLabel.headline
     scores_users = True
-    scores = ("loss", "accuracy", "C-accuracy")
+    scores = ("loss", "accuracy", "C-accuracy", "macro-F1", "AUROC", "ECE", "Brier")
     without_val = "give data.val_share, as 0.1, or set data.scored to test and evaluation.best_by to last"
 
     def __init__(self, run: Run, file: DataFile) -> None:
@@ -60,13 +61,22 @@ class VisualClassification(OfClients[Config]):
         """One class an image."""
         return SingleLabel()
 
+    def check(self) -> None:
+        """Refuse to choose the model by a score that runs with many classes do not have."""
+        if self.config.evaluation.best_by == "AUROC" and len(self.class_names) > FEW_CLASSES:
+            raise ValueError(
+                f"evaluation.best_by is AUROC, which is computed for at most {FEW_CLASSES} classes, not for "
+                f"{len(self.class_names):,}: choose another score, such as macro-F1"
+            )
+
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
-        """Accuracy of each class, and the partition."""
+        """Accuracy of each class, the confusion matrix, and the partition."""
         return vision_results.class_scores(self.view, metrics)
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
-        """Accuracy of each class."""
+        """Accuracy of each class, and the confusion matrix."""
         draw_classes(results, "per_class_accuracy", "accuracy on test (%)", title, folder)
+        vision_results.draw_confusion(results, title, folder)
 
     def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
         """Test, of the last model and of the best."""

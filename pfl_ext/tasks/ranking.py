@@ -109,6 +109,21 @@ def _mean_precision(hits: Array, at_least: IntArray) -> float:
     return float(np.mean(_number_at_least(hits, hits) / at_least)) if len(hits) else 0.0
 
 
+def auroc(scores: Array, targets: BoolArray) -> FloatArray:
+    """Area under each class's ROC curve, exact: the share of pairs of an image of the class and another image
+    in which the first has the higher score; a tie counts half. ``[K]`` from ``[N, K]`` without NaN.
+
+    NaN for a class that no image has, or every image.
+    """
+    areas = np.full(scores.shape[1], np.nan)
+    several = targets.any(0) & ~targets.all(0)
+    for k in np.flatnonzero(several).tolist():
+        hits, others = scores[targets[:, k], k], np.sort(scores[~targets[:, k], k])
+        below, up_to = (np.searchsorted(others, hits, side).sum() for side in ("left", "right"))
+        areas[k] = (below + up_to) / (2 * len(hits) * len(others))
+    return areas
+
+
 def rank_on(device: torch.device, scores: Array, targets: BoolArray, *, overall: bool) -> Ranking:
     """`rank` by torch, for a GPU with float64: the same numbers, sorted where the network ran."""
     n, k = scores.shape

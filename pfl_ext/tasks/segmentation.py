@@ -19,13 +19,10 @@ from pfl_ext.data.transforms import Framing, gathered
 from pfl_ext.tasks.losses import PLAIN, TrainingLoss, dice_losses
 from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import Task, mean_of_known
+from pfl_ext.tasks.whole_numbers import UNITS, in_units, received, sent
 
 VOID = 255
 """The class number of pixels that belong to no class; they have no loss and no score."""
-UNITS = 1 << 30
-"""Dice scores of images are added up in whole numbers of 1 / UNITS, so that a sum has no order."""
-DIGIT, DIGITS = 12, 5
-"""Bits of a digit of a count, and number of digits, when counts are sent as float32: see `Confusion`."""
 
 
 class Segmentation(Task):
@@ -120,7 +117,7 @@ class Segmentation(Task):
         areas = (counts.sum(2) + counts[:, :, :-1].sum(1))[:, first:]
         classes = (areas > 0).sum(1)
         scores = (2 * right / np.maximum(areas, 1)).sum(1)[classes > 0] / classes[classes > 0]
-        return int(np.rint(scores * UNITS).astype(np.int64).sum()), len(scores)
+        return int(in_units(scores).sum()), len(scores)
 
     def summarise(self, statistics: Confusion) -> dict[str, float]:
         """Percent: ``mIoU``, ``Dice``, ``Dice per image`` and others: see `Confusion`."""
@@ -167,9 +164,8 @@ class Confusion(MetricValue):
     as c (Everingham et al. 2015, the PASCAL VOC challenge, section 4.3).
 
     ``counts`` is ``[C, C + 1]`` int64. A row is a true class and a column a predicted one; the last column
-    has pixels whose outputs are not finite. Counts are added up as whole numbers. pfl's sum over workers is
-    float32, which is exact below 2**24. So each count is sent as `DIGITS` numbers below 2**12, which makes
-    the sums of up to 4,096 workers exact.
+    has pixels whose outputs are not finite. Counts are added up as whole numbers
+    (`pfl_ext.tasks.whole_numbers`).
 
     Args:
         counts: these.
@@ -258,15 +254,10 @@ class Confusion(MetricValue):
         return np.append(self.counts, [self.dice_sum, self.images])
 
     def to_vector(self) -> Float32Array:
-        """``[DIGITS (C (C + 1) + 2)]``: the digits of all numbers."""
-        numbers = self._numbers
-        assert numbers.max() < 1 << DIGIT * DIGITS
-        digits = [numbers >> DIGIT * place & (1 << DIGIT) - 1 for place in range(DIGITS)]
-        return np.concatenate(digits).astype(np.float32)
+        """The digits of all numbers."""
+        return sent(self._numbers)
 
     def from_vector(self, vector: Float32Array) -> Confusion:
         """The numbers back, from a sum of up to 4,096 vectors."""
-        assert vector.max(initial=0) < 1 << 24, "more than 4,096 workers: sums are no longer exact"
-        digits = vector.astype(np.int64).reshape(DIGITS, -1)
-        numbers = np.asarray(sum(digit << DIGIT * place for place, digit in enumerate(digits)))
+        numbers = received(vector)
         return Confusion(numbers[:-2].reshape(self.counts.shape), int(numbers[-2]), int(numbers[-1]))

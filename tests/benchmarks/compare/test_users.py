@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.compare.each_user import scores_of
-from benchmarks.compare.latex import latex, latex_users
+from benchmarks.compare.latex import latex, latex_in_use, latex_users
+from benchmarks.compare.measures import curve
 from benchmarks.compare.reading import compare, read_any
-from benchmarks.compare.tables import facts
+from benchmarks.compare.tables import facts, significance
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.paper import FLAIR_IMAGES, FLAIR_USERS
 from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
@@ -86,6 +87,60 @@ def test_own_models_have_their_mean_and_a_servers_model_that_nobody_uses_a_mark(
     assert marked == {"fedper": True, "ditto": False, "FL-R-17": False}
     caption = text[text.index(r"\caption") : text.index(r"\label")]
     assert "never bold. Users who trained with fedper do not all use it: they have models of" in caption
+
+
+def test_chosen_scores_are_shown_over_users_by_the_models_that_they_use(tmp_path: Path) -> None:
+    """A row has one number where `latex` would have one for the server's and one for the users' models."""
+    scores = {"fedper": (70.0, 20.0), "ditto": (60.0, 50.0)}
+    for seed in (0, 1):
+        for name, (own, server) in scores.items():
+            found, argv = personal(own + seed, server), f"--federated.algorithm={name}"
+            make_run(tmp_path / f"{name}{seed}", "fl-r-17", argv, seed=seed, clients=found)
+        seen = personal(0.0, 40.0 + seed)["seen"]
+        del seen["personal"]
+        make_run(tmp_path / f"fedavg{seed}", seed=seed, clients={"seen": seen})
+    whole = compare([tmp_path])
+    assert latex_in_use(whole, "command") == ""
+    comparison = whole.showing(["O-AP"])
+    heads, *rows = rows_of(latex_in_use(comparison, "command"))
+    cells = {row[0].rpartition(" ")[2]: row[heads.index(r"O-AP exact, mean (\%)")] for row in rows}
+    assert cells == {
+        "FL-R-17": r"40.50 $\pm$ 0.71",
+        "ditto": r"60.50 $\pm$ 0.71",
+        "fedper": r"\textbf{70.50 $\pm$ 0.71}",
+    }
+    heads, *_ = rows_of(latex(comparison, "command"))
+    assert r"O-AP exact on test (\%)" in heads
+    assert not any("users" in head or "C-AP" in head for head in heads)
+    page = str(significance(comparison))
+    assert "mean of users&#x27; O-AP exact, seen in training, each user by its own model" in page
+    assert "each user by its own model" not in str(significance(whole))
+    with pytest.raises(ValueError, match=r"^no run has the score 'kappa' on test; there are C-AP, "):
+        whole.showing(["O-AP", "kappa"])
+
+
+def test_a_score_that_an_earlier_version_did_not_compute_has_no_curve(tmp_path: Path) -> None:
+    """A run that it began and this one ended has the score in some lines."""
+    run = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    del lines[0]["val"]["O-AP"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = compare([run]).showing(["O-AP"]).runs[0]
+    assert curve(record, "val", "O-AP") is None
+    assert curve(record, "val", "C-AP") is not None
+
+
+def test_a_hospital_has_one_name_whichever_model_is_scored(tmp_path: Path) -> None:
+    """Runs on the file's test name its users there; users' own models are listed by their training names."""
+    head = "group,split,user,images,training_images,model,O-AP"
+    for name, row in {
+        "fedavg": "seen,test,test-bern,9,9,server",
+        "ditto": "seen,test,bern,9,9,personal",
+    }.items():
+        run = make_run(tmp_path / name)
+        (run / "clients.csv").write_text(f"{head}\n{row},50\nnew,test,test-york,9,0,server,40\n")
+        users = [(one.user, one.value) for one in scores_of(read_any(run)[0])]
+        assert users == [("bern", 50.0), ("test-york", 40.0)]
 
 
 def test_a_group_without_a_finished_run_may_come_first(tmp_path: Path) -> None:

@@ -153,3 +153,16 @@ def test_what_is_refused(
     directory = trained(without_val if "--data.val_share=0.3" in words else photos, *words, code=2)
     assert message in error_line(capsys)
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("share, split", [("0", "test"), ("0.3", "val")])
+def test_a_servers_model_is_scored_on_users_test_images_before_those_that_chose_it(
+    share: str, split: str, photos: Path, without_val: Path, trained: Trained
+) -> None:
+    """But a val of `data.val_share` has images of each client's own."""
+    words = ("--data.scored=val", f"--data.val_share={share}", "--evaluation.best_by=C-accuracy")
+    directory = trained(photos if share == "0" else without_val, *words)
+    listed = [*csv.DictReader((directory / "clients.csv").read_text().splitlines())]
+    assert {(row["group"], row["split"]) for row in listed} == {("seen", split)}
+    assert results(directory)["clients"]["seen"]["split"] == split
+    assert float(listed[0]["macro-F1"]) <= 100

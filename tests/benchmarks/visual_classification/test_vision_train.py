@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.core import execute
 from benchmarks.core.clients import drawn_partition
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
@@ -15,11 +18,14 @@ from benchmarks.visual_classification.curves import read_finished
 from benchmarks.visual_classification.train import VisualClassification, main
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
+from pfl_ext.tasks.single_label import SingleLabel
 from tests.benchmarks.conftest import VISION_SMALL, Refused, Train, train_into
 from tests.benchmarks.moved import LUCK, inexact
 from tests.benchmarks.run_files import lines, results, weights
 from tests.benchmarks.sparing import run_into
 from tests.pfl_ext.engine.cpu.roundings import rounding
+
+SCORES = {"loss", "accuracy", "C-accuracy", "macro-F1", "ECE", "Brier", "AUROC"}
 
 
 @pytest.fixture
@@ -62,7 +68,13 @@ def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
     assert 0 < outcome["partition"]["mean_emd"] < 2
     rounds = lines(directory)
     assert all(line["max_local_steps"] >= 1 for line in rounds[:-1])
-    assert [line["tracked"].keys() for line in rounds] == [{"loss", "accuracy", "C-accuracy"}] * 3
+    assert [line["tracked"].keys() for line in rounds] == [SCORES] * 3
+    matrix = np.array(list(outcome["confusion"].values()))
+    assert list(outcome["confusion"]) == outcome["classes"]
+    assert 100 * matrix.trace() / matrix.sum() == pytest.approx(outcome["test"]["accuracy"])
+    in_rows = {name: row.sum() for name, row in zip(outcome["classes"], matrix)}
+    absent = {name for name, share in outcome["per_class_accuracy"].items() if share is None}
+    assert absent == {name for name, images in in_rows.items() if not images}
     assert rounds[-1]["tracked"]["accuracy"] == pytest.approx(outcome["test"]["accuracy"], abs=1e-6)
     assert "val" not in outcome
     assert not any("val" in line for line in rounds)
@@ -71,7 +83,7 @@ def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
     assert "test is scored during training, but picks no model" in shown
     assert "the model of round 2 of 2 is the last;" in shown
     assert "best on val" not in shown
-    for name in ("training_curve", "per_class_accuracy"):
+    for name in ("training_curve", "per_class_accuracy", "confusion"):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -113,7 +125,7 @@ def test_without_momentum_fedavgm_is_fedavg(train: Train, plain: Path) -> None:
 def test_centralised_training_is_scored_alike(train: Train) -> None:
     outcome = results(train(config="cifar10-centralised"))
     assert outcome["unit"] == "epoch"
-    assert set(outcome["test"]) == {"loss", "accuracy", "C-accuracy"}
+    assert set(outcome["test"]) == SCORES
 
 
 def test_an_unknown_partition_is_refused_in_one_line(refused: Refused) -> None:
@@ -204,8 +216,37 @@ def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path:
 
 
 def test_the_best_is_not_chosen_by_what_is_not_scored(refused: Refused) -> None:
-    message = "evaluation.best_by is 'C-AP': input should be 'loss', 'accuracy' or 'last'"
+    message = "evaluation.best_by is 'C-AP': input should be 'loss', 'accuracy', 'C-accuracy'"
     refused(message, "--evaluation.best_by=C-AP", "--data.scored=val")
+
+
+@pytest.mark.parametrize("score, sign", [("macro-F1", 1), ("AUROC", 1), ("ECE", -1)])
+def test_the_best_may_be_chosen_by_scores_for_unbalanced_classes(score: str, sign: int, train: Train) -> None:
+    words = ("--data.scored=val", "--data.val_share=0", f"--evaluation.best_by={score}")
+    outcome, rounds = results(train(*words)), lines(train(*words))
+    best = max(sign * line["val"][score] for line in rounds)
+    assert sign * outcome["val"][score] == pytest.approx(best, abs=1e-6)
+    assert outcome["score_kinds"] == {"lower_is_better": ["ECE", "Brier"], "units": {"Brier": ""}}
+
+
+def test_a_benchmark_of_ones_own_need_not_list_all_scores_of_its_task() -> None:
+    """One written before the task had them is not refused; its own class is held to what it declares."""
+    own: Any = SimpleNamespace(scores=("loss", "accuracy"), headline=("accuracy",))
+
+    class Ours(SingleLabel):
+        units = MappingProxyType({"angle": "degrees"})
+
+    execute._check_score_kinds(own, SingleLabel())
+    with pytest.raises(ValueError, match=r"^Ours\.units has 'angle', which is not one of the scores"):
+        execute._check_score_kinds(own, Ours())
+
+
+def test_no_model_is_chosen_by_a_score_that_many_classes_do_not_have(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.visual_classification.train.FEW_CLASSES", 3)
+    words = ("--data.scored=val", "--data.val_share=0", "--evaluation.best_by=AUROC")
+    refused("evaluation.best_by is AUROC, which is computed for at most 3 classes, not for 17", *words)
 
 
 def test_a_public_private_run_tells_no_facts_of_its_partition(
@@ -238,6 +279,7 @@ def test_a_partition_that_the_file_does_not_hold_is_drawn_from_its_images(
     facts = json.loads((directory / "results.json").read_text())["partition"]
     assert (facts["name"], facts["users"], sum(facts["sizes"])) == (name, 4, plain.num_images)
     assert "with 1 for each client" in facts["convention"]
+    assert f"partition {name} instead of the file's 12 users; each class" in capsys.readouterr().out
     train("--data.partition=lda-0-clients-4-seed-0", name="wrong", code=2)
     assert "give a number above 0" in capsys.readouterr().err
     assert not (directory.parent / "wrong").exists()
