@@ -27,7 +27,6 @@ from dataset.store.validate import check_columns
 from pfl_ext.engine import cohort
 from pfl_ext.engine.cpu.joining import Joined
 from pfl_ext.engine.probe import fusable
-from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.models.classifier import ImageClassifier
 
 PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars")
@@ -77,11 +76,11 @@ def form(model: ImageClassifier) -> object:
     )
 
 
-def fusable_once(model: ImageClassifier, net: TapedNetwork) -> bool:
+def fusable_once(model: ImageClassifier) -> bool:
     """As `fusable`, which takes a tenth of a small run, but each `form` is tried out once."""
     key = form(model)
     if key not in VERDICTS:
-        VERDICTS[key] = fusable(model, net)
+        VERDICTS[key] = fusable(model)
     return VERDICTS[key]
 
 
