@@ -46,8 +46,8 @@ from tests.benchmarks.run_files import last_checkpoint, lines, results
 from tests.benchmarks.sparing import sparingly
 from tests.launching import command, run
 
-pytestmark = pytest.mark.xdist_group("two workers")
-"""One process runs them all: `both` is made once."""
+pytestmark = [pytest.mark.xdist_group("two workers"), pytest.mark.slow]
+"""One process runs them all: `both`, which is what is slow, is made once."""
 
 FAST, STOCK = "--runtime.engine=fast", "--runtime.engine=stock"
 CONTROLS = {"scaffold": scaffold.CONTROLS, "feddyn": feddyn.FILE, "feddyn, idle": feddyn.FILE}
