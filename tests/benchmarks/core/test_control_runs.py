@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pfl_ext import checkpoint
-from tests.benchmarks.conftest import Train, killed_at
-from tests.benchmarks.run_files import error_line, lines, results, timeless
+from tests.benchmarks.conftest import Train, killed_and_resumed
+from tests.benchmarks.run_files import error_line, results
 
 FEDDYN = ("--federated.algorithm=feddyn", "--federated.options.alpha=0.1")
 
@@ -18,14 +18,7 @@ FEDDYN = ("--federated.algorithm=feddyn", "--federated.options.alpha=0.1")
 def test_feddyn_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
     """On the engine; by pfl's loop users keep and send the same."""
     argv = (*FEDDYN, "--runtime.engine=fast", "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
-    whole = train(*argv, name="whole")
-    with killed_at(2):
-        directory = train(*argv, code=130)
-    assert len(lines(directory)) == 2
-    train(*argv)
-    assert timeless(directory) == timeless(whole)
-    for key in ("model_sha256", "val", "test", "last", "traffic"):
-        assert results(directory)[key] == results(whole)[key]
+    whole, directory = killed_and_resumed(train, 2, *argv)
     kept, again = (checkpoint.load(d / "checkpoint" / "last.safetensors")[0] for d in (whole, directory))
     for name in ("algorithm/c", "algorithm/digests"):
         assert torch.equal(kept[name], again[name])

@@ -17,7 +17,7 @@ from pfl_ext import checkpoint
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
-from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, Direct, run_of, trajectory
 from tests.benchmarks.core.test_privacy_matrix import BOUND, CENTRAL, moved
@@ -164,11 +164,7 @@ def test_local_privacy_where_nobody_reports_sends_nothing(train: Train) -> None:
         ),
         *("--devices.drop_out=0.9", "--federated.cohort_size=1", "--federated.num_rounds=4", *SGD),
     )
-    whole = train(*words, name="whole", draw=True)
-    with killed_at(3):
-        directory = train(*words, code=130)
-    train(*words)
-    assert timeless(directory) == timeless(whole)
+    whole, _ = killed_and_resumed(train, 3, *words, draw=True)
     reported = [line["reported"] for line in lines(whole)[:-1]]
     assert 0 in reported
     for line, after, count in zip(lines(whole), lines(whole)[1:], reported):
