@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -137,6 +138,8 @@ def test_a_state_that_grows_in_each_round_does_not_hide_a_difference(weight: flo
 def test_it_trains_in_processes_of_their_own(
     classes_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)  # or processes would be fresh interpreters
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     words = ("benchmarks.visual_classification.train", *SMALL, f"--data_path={classes_file}")

@@ -8,6 +8,7 @@ images (`Recipe`), so a file need not hold it.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,7 +155,8 @@ class Recipe:
 
 def global_state() -> tuple[object, ...]:
     """The state of Python's and numpy's generators that all code shares."""
-    return random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002  # nothing is drawn
+    numpys = np.random.get_state(legacy=False)  # noqa: NPY002  # nothing is drawn
+    return random.getstate(), json.dumps(numpys, default=np.ndarray.tolist)
 
 
 def _same(one: PartitionIndex, other: PartitionIndex) -> bool:

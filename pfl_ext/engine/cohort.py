@@ -35,7 +35,6 @@ from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.readers import Readers
 from pfl_ext.engine.reading import Reading
 from pfl_ext.engine.short_weights import ShortWeights
-from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, joined
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.engine.watch import Watch
@@ -103,7 +102,7 @@ class CohortEngine:
         self._first = ShortWeights.of(model, self._layout, start, short)
         self._refresh()
         with ieee_float32(self._device):
-            self._fusable = self.arrangement.fuse and fusable(model, TapedNetwork(model.backbone))
+            self._fusable = self.arrangement.fuse and fusable(model)
         graphs, count = self._path < 1, self.arrangement.lanes if self._path < 2 else 1
         job = model, self._layout, self._first, self._accumulate, self._fusable, graphs, self._path < 3
         self.lanes = as_many(partial(Lane, *job), count)

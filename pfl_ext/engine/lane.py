@@ -6,7 +6,6 @@ Letters: P parameters in all, V variables (parameter tensors), B images of a bat
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from pfl_ext.engine.cpu.dense import Linear, Room, gradients_into
 from pfl_ext.engine.gpu_layers import steps_for
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs
-from pfl_ext.engine.layout import PIECE, Layout, trained
+from pfl_ext.engine.layout import PIECE, Layout, in_same_memory, trained
 from pfl_ext.engine.one_step import Sums
 from pfl_ext.engine.short_weights import ShortWeights
 from pfl_ext.engine.tape import TapedNetwork
@@ -60,7 +59,7 @@ class Lane:
         self._moments: Moments | None = None  # of Adam
         self._corrections: list[Tensor] = []  # for the next user, by variable
         self.besides: dict[str, Tensor] = {}  # sum of what users send besides updates
-        self._moved = first.like(copy.deepcopy(central), layout, self._local)
+        self._moved = first.like(in_same_memory(central), layout, self._local)
         self._central, self._module = central, self._moved.module
         self._starts, self._weights = layout.views(self._start), layout.views(self._local)
         self._rooms, self._places = self._rooms_of()

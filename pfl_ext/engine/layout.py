@@ -5,14 +5,17 @@ Letters: P parameters in all, V variables (parameter tensors).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
 
+NetworkT = TypeVar("NetworkT", bound=nn.Module)
 PIECE = 2**18
 """Elements of a vector that a CPU core processes at once: 1 MB of float32, which stays in its cache."""
 
@@ -71,6 +74,12 @@ class Layout:
             part.as_strided(shape, stride, part.storage_offset())
             for part, shape, stride in zip(parts, self.shapes, self.strides)
         ]
+
+
+def in_same_memory(module: NetworkT) -> NetworkT:
+    """A copy of a network whose parameters and buffers are others in the same memory."""
+    parameters = {id(p): nn.Parameter(p.data, p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, {**parameters, **{id(buffer): buffer.data for buffer in module.buffers()}})
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

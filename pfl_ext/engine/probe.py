@@ -59,7 +59,7 @@ def _other_weights(network: nn.Module) -> Iterator[None]:
             p.data.copy_(weights)
 
 
-def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
+def fusable(model: ImageClassifier) -> bool:
     """Whether the tape of two synthetic images holds every variable's gradient exactly once, and correctly.
 
     It does not if parameters are outside convolutions, linear layers and the norms of `tape.KINDS`, or if a
@@ -77,6 +77,7 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     taped: list[tuple[str, Gradient]] = []
     users = Users((0, 1, 2), device)
     weights = torch.tensor([0.25, 0.75], device=device)
+    net = TapedNetwork(model.backbone)
     with _other_weights(model.backbone), contextlib.suppress(RuntimeError):
         net.run(x, _image_losses, users, weights, lambda *pair: taped.append(pair), contextlib.nullcontext())
         if sorted(name for name, _ in taped) != sorted(names):

@@ -12,7 +12,6 @@ Shape letters: B images of all users one after another, C channels.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.convolutions import followed
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
+from pfl_ext.engine.layout import in_same_memory
 from pfl_ext.engine.norms import JoiningNorm
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d
 
@@ -167,10 +167,6 @@ def _format(x: Tensor) -> torch.memory_format:
     return torch.channels_last
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 def _trained(layer: nn.Module) -> bool:
     """Whether the layer itself (without submodules) has trained parameters."""
     return any(p.requires_grad for p in layer.parameters(recurse=False))
@@ -183,9 +179,7 @@ class TapedNetwork:
     """A copy of a classifier's backbone that shares its weights, with every trained layer on a tape."""
 
     def __init__(self, backbone: nn.Module) -> None:
-        self.backbone = copy.deepcopy(backbone).requires_grad_(False)
-        for mine, theirs in zip(_tensors(self.backbone), _tensors(backbone)):
-            mine.data = theirs.data
+        self.backbone = in_same_memory(backbone).requires_grad_(False)
         self.tape: Tape | None = None
         device = next(backbone.parameters()).device
         self._token = torch.zeros((), device=device, requires_grad=True)

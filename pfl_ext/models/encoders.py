@@ -35,9 +35,9 @@ class Form:
     """Arguments of torchvision's classifier that differ from its usual ones."""
 
 
-def _blocks(stem: Sequence[str], container: str, ends: Sequence[int], offset: int = 0) -> Steps:
+def _blocks(stem: Sequence[str], container: str, ends: Sequence[int]) -> Steps:
     """Steps of blocks that are numbered within a container, each up to one of the ``ends``."""
-    bounds = [offset, *(end + 1 for end in ends)]
+    bounds = [0, *(end + 1 for end in ends)]
     steps = [[f"{container}.{i}" for i in range(a, b)] for a, b in pairwise(bounds)]
     return [[*stem, *steps[0]], *steps[1:]]
 

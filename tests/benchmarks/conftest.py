@@ -10,7 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.core.recorder import Recorder
 from benchmarks.flair.train import main
@@ -20,8 +19,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex
 from dataset.store.writer import DataWriter
 from pfl_ext.models.classifier import ImageClassifier
-from tests import launching
-from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results, timeless
+from tests.benchmarks.run_files import error_line, lines, results, timeless
 from tests.benchmarks.sparing import run_into
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
@@ -163,18 +161,6 @@ def killed_and_resumed(train: Train, step: int, *argv: str, draw: bool = False) 
     for key in ("model_sha256", "val", "test", "last", "traffic"):
         assert results(directory).get(key) == theirs.get(key), key
     return whole, directory
-
-
-def by_one_and_two(
-    folder: Path, *argv: str, module: str = "tests.benchmarks.sparing"
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The last checkpoints of a run by one worker, in ``folder / "1"``, and of the same run by two, in "2".
-
-    ``module`` is what the two run: by default FLAIR's command, `sparingly`.
-    """
-    run_into(main, folder / "1", *argv)
-    launching.run(launching.command("torchrun", 2, module, *argv, f"--run_dir={folder / '2'}"))
-    return last_checkpoint(folder / "1"), last_checkpoint(folder / "2")
 
 
 @pytest.fixture

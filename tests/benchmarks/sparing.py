@@ -3,8 +3,6 @@
 Half of a small run's time goes into pictures, and a quarter into other processes whose answer stays the same:
 whether the HDF5 library survives the data file, and what git says of this checkout. Then a seventh goes into
 the data file's checksums, and a tenth into the engine's trial of a network.
-
-sparing ARGUMENTS...          runs FLAIR's training command so, as one of the workers of a launcher
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,6 @@ from dataset.store.validate import check_columns
 from pfl_ext.engine import cohort
 from pfl_ext.engine.cpu.joining import Joined
 from pfl_ext.engine.probe import fusable
-from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.models.classifier import ImageClassifier
 
 PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars")
@@ -77,11 +73,11 @@ def form(model: ImageClassifier) -> object:
     )
 
 
-def fusable_once(model: ImageClassifier, net: TapedNetwork) -> bool:
+def fusable_once(model: ImageClassifier) -> bool:
     """As `fusable`, which takes a tenth of a small run, but each `form` is tried out once."""
     key = form(model)
     if key not in VERDICTS:
-        VERDICTS[key] = fusable(model, net)
+        VERDICTS[key] = fusable(model)
     return VERDICTS[key]
 
 
@@ -110,10 +106,3 @@ def run_into(
     with sparingly(draw):
         assert run(main, [f"--run_dir={directory}", *argv]) == code
     return directory
-
-
-if __name__ == "__main__":
-    from benchmarks.flair.train import main as flair
-
-    with sparingly():
-        sys.exit(run(flair, sys.argv[1:]))

@@ -1,7 +1,4 @@
-"""Runs with rules of aggregation and attackers: against float64, kill and resume, workers, refusals.
-
-test_aggregation_runs DATA DIRECTORY          trains one, as one of the workers of a launcher
-"""
+"""Runs with rules of aggregation and attackers: against float64, kill and resume, refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import pfl_ext as pfl_ext  # before pfl, see there
 # isort: split
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.config.trees import merge
@@ -23,11 +19,10 @@ from pfl_ext.attacks.attack import attackers
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.one_step import train_one_step
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, Array, Direct, run_of, trajectory
 from tests.benchmarks.core.test_compression_runs import LOCAL, PRIVATE, TOP_K
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import lines
 from tests.pfl_ext.aggregation.test_rules import brute
 
@@ -154,13 +149,6 @@ def test_it_is_killed_and_goes_on_bit_for_bit(more: tuple[str, ...], train: Trai
     whole, directory = killed_and_resumed(train, 2, *argv, "--federated.num_rounds=4")
     names = {path.name for path in (directory / "checkpoint").iterdir()}
     assert names == {path.name for path in (whole / "checkpoint").iterdir()}
-
-
-def test_two_workers_give_what_one_does(mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, *SPOOLED, f"--data_path={mini_file}", "--runtime.engine=fast"]
-    alone, together = by_one_and_two(tmp_path, *argv)
-    for key, tensor in alone.items():
-        torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_flipped_labels_are_trained_on_and_scored_by_nobody(train: Train) -> None:

@@ -14,10 +14,9 @@ import pytest
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, Array, Batch, Direct, Users, run_of, trajectory, vector
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import lines, results
 
 
@@ -169,17 +168,6 @@ def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path: Path) -> No
         match=r"^the loss of a user in round 1 is \S+: the model has diverged, lower local\.learning_rate$",
     ):
         trajectory(run_of(diverging), tmp_path)
-
-
-def test_two_workers_hold_the_same_model_as_one(mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, *QFFL, "--runtime.engine=fast", f"--data_path={mini_file}"]
-    alone, together = by_one_and_two(tmp_path, *argv)
-    bound = 1e-5
-    for name, tensor in alone.items():
-        apart = float((together[name].double() - tensor.double()).norm())
-        assert apart <= bound * float(tensor.double().norm()) + 1e-9, name
-    first = [lines(tmp_path / str(workers))[0]["largest_user_loss"] for workers in (1, 2)]
-    assert first[0] == first[1]
 
 
 def test_options_are_part_of_the_config() -> None:

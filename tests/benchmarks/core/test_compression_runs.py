@@ -14,7 +14,6 @@ import pfl_ext as pfl_ext  # before pfl, see there
 # isort: split
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.config.trees import merge
@@ -22,10 +21,9 @@ from benchmarks.flair.config import parse
 from pfl_ext.algorithms.channel import FILE
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics, worker_runs
 from tests.benchmarks.core.quadratics import Array, Direct, run_of, trajectory
-from tests.benchmarks.core.worker_runs import ROUNDS, SMALL
 from tests.benchmarks.run_files import lines, results
 
 KIND, OPTION = "--compression.kind=", "--compression.options."
@@ -223,29 +221,3 @@ def test_a_run_without_compression_has_the_digest_that_it_had() -> None:
     assert "compression" not in config_tree(plain.config)
     assert digest(parse([f"{KIND}float32"]).config) == digest(plain.config)
     assert digest(parse(TOP_K).config) != digest(plain.config)
-
-
-@pytest.mark.parametrize("cohort", [8, 1])
-def test_two_workers_keep_and_send_what_one_does(cohort: int, mini_file: Path, tmp_path: Path) -> None:
-    """With a cohort of one user, one of them has nobody to train."""
-    argv = [*SMALL, *TOP_K, f"--data_path={mini_file}", f"--federated.cohort_size={cohort}"]
-    argv.append("--runtime.engine=fast")
-    alone, together = by_one_and_two(tmp_path, *argv)
-    assert [line["users"] for line in lines(tmp_path / "2")[:-1]] == [cohort] * ROUNDS
-    assert (alone["compression/rows"] >= 0).sum() > cohort
-    for key, tensor in alone.items():
-        if key.startswith("model/"):
-            torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7)
-    for user, (a, b) in enumerate(zip(alone["compression/rows"], together["compression/rows"])):
-        assert (int(a) < 0) == (int(b) < 0), user
-    assert kept(tmp_path / "1", alone).shape == kept(tmp_path / "2", together).shape
-    difference = np.abs(kept(tmp_path / "1", alone) - kept(tmp_path / "2", together)).max(1)
-    assert np.median(difference) < 1e-6  # one number that two runs round apart may be sent by one alone
-
-
-def kept(directory: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """What users keep ``[n, P]``, of those who have taken part."""
-    rows = tensors["compression/rows"].numpy()
-    length = sum(t.numel() for name, t in tensors.items() if name.startswith("model/backbone"))
-    table = np.fromfile(directory / "checkpoint" / FILE, "<f4").reshape(-1, length)
-    return table[rows[rows >= 0]]

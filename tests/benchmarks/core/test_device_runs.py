@@ -1,11 +1,7 @@
-"""Runs on slow and unreliable devices: held to their equations, killed and resumed, shared out, refused.
-
-test_device_runs DATA DIRECTORY          trains them, as one of the workers of a launcher
-"""
+"""Runs on slow and unreliable devices: held to their equations, killed and resumed, refused."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +12,16 @@ import pytest
 import torch
 
 from benchmarks.core.config.trees import merge
-from benchmarks.core.execute import execute
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import Flair
 from pfl_ext import checkpoint
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.devices.fleet import Traffic
 from pfl_ext.devices.turnout import Turnouts
-from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIDE, Direct, run_of, trajectory
 from tests.benchmarks.core.test_privacy_matrix import BOUND, CENTRAL, moved
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import error_line, last_checkpoint, lines, results, timeless
-from tests.benchmarks.sparing import sparingly
-from tests.launching import command, run
 
 SPEEDS = {
     "fast": {"share": 0.6, "ms_per_sample": 10, "kbps_up": 100, "kbps_down": 100},
@@ -174,11 +164,7 @@ def test_local_privacy_where_nobody_reports_sends_nothing(train: Train) -> None:
         ),
         *("--devices.drop_out=0.9", "--federated.cohort_size=1", "--federated.num_rounds=4", *SGD),
     )
-    whole = train(*words, name="whole", draw=True)
-    with killed_at(3):
-        directory = train(*words, code=130)
-    train(*words)
-    assert timeless(directory) == timeless(whole)
+    whole, _ = killed_and_resumed(train, 3, *words, draw=True)
     reported = [line["reported"] for line in lines(whole)[:-1]]
     assert 0 in reported
     for line, after, count in zip(lines(whole), lines(whole)[1:], reported):
@@ -188,44 +174,6 @@ def test_local_privacy_where_nobody_reports_sends_nothing(train: Train) -> None:
     assert said["rounds_done"] == 4
     assert said["participations_at_most"]["so_far"] == said["participations_at_most"]["at_end"]
     assert said["epsilon_spent"] == said["epsilon_at_end"]
-
-
-WORKERS = {
-    "fast": ("--runtime.engine=fast", *LATE),
-    "few": ("--devices.drop_out=0.7", "--federated.weighting=users", "--federated.cohort_size=2"),
-    "private": (
-        "--config=pfl-r-17",
-        "--privacy.epsilon=50",
-        "--privacy.delta=0.01",
-        "--privacy.noise_cohort_size=10",
-        "--seed=1",
-        "--devices.drop_out=0.7",
-    ),
-}
-
-
-def main(data: Path, directory: Path) -> None:
-    torch.set_num_threads(1)
-    with connected("auto", threads=1, timeout=60):
-        for name, words in WORKERS.items():
-            config = [] if "--config=pfl-r-17" in words else ["--config=fl-r-17"]
-            run_ = parse([*SMALL, *config, *words, f"--run_dir={directory / name}"])
-            with sparingly():
-                execute(run_, data, Flair)
-
-
-def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None:
-    main(mini_file, tmp_path / "1")
-    run(command("torchrun", 2, "tests.benchmarks.core.test_device_runs", str(mini_file), str(tmp_path / "2")))
-    for name in WORKERS:
-        alone, together = (last_checkpoint(tmp_path / workers / name) for workers in ("1", "2"))
-        for key, tensor in alone.items():
-            torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7, msg=f"{name} {key}")
-        ours, theirs = (lines(tmp_path / workers / name) for workers in ("1", "2"))
-        for key in ("selected", "reported", "lost", "late", "users", "images"):
-            assert [line.get(key) for line in ours] == [line.get(key) for line in theirs]
-    few = [line["reported"] for line in lines(tmp_path / "2" / "few")[:-1]]
-    assert 1 in few, "one worker has nobody"
 
 
 def test_a_private_sum_moves_by_the_bound_at_most_whoever_drops_out(tmp_path: Path) -> None:
@@ -288,7 +236,3 @@ def test_files_of_speeds_are_in_the_config_by_their_hash(tmp_path: Path) -> None
     other = parse(["--config=fl-r-17", f"--devices.capacities={path}"]).config.devices
     assert other is not None
     assert other.capacities_sha256 != devices.capacities_sha256
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

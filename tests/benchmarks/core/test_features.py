@@ -53,38 +53,31 @@ def folders(data: Path) -> list[Path]:
     return sorted(data.with_name(f"{data.name}.features").glob("*"))
 
 
-WAYS = (
-    (),
-    ("--runtime.engine=stock",),
-    ("--federated.algorithm=scaffold", "--local.num_epochs=2"),
-    ("--federated.algorithm=fednova", "--local.batch_size=2"),
-    ("--local.virtual_size=6", "--federated.weighting=users"),
-    (*PRIVATE, "--privacy.noise_seed=run"),
-)
-"""To train that differ in what they read, and when."""
+def on_features_and_images(data: Path, folder: Path, *words: str) -> tuple[Path, Path]:
+    """A run that trains on features where it can, and one that computes them in every round."""
+    on_features = train_into(folder / "features", data, *words)
+    return on_features, train_into(folder / "images", data, *words, EACH_ROUND)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *WAYS,
-        (
-            "--config=pfl-r-17",
-            "--privacy=none",
-            "--local_privacy.epsilon=8",
-            "--local_privacy.noise_seed=run",
-        ),
+        (),
+        ("--runtime.engine=stock",),
+        ("--federated.algorithm=scaffold", "--local.num_epochs=2"),
+        ("--federated.algorithm=fednova", "--local.batch_size=2"),
+        ("--local.virtual_size=6", "--federated.weighting=users"),
+        (*PRIVATE, "--privacy.noise_seed=run"),
+        ("--config=pfl-r-17", "--privacy=none", *LOCAL),
         (CENTRAL,),
         ("--model.trained=two_layers", "--model.bottleneck=4"),
     ],
     ids=" ".join,
 )
 def test_the_model_is_that_of_images(words: tuple[str, ...], own_file: Path, tmp_path: Path) -> None:
+    """In ways to train that differ in what they read, and when."""
     options = [word for word in (*HEAD, *words) if not (CENTRAL in words and "accumulate" in word)]
-    runs = [
-        train_into(tmp_path / name, own_file, *options, *more)
-        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
-    ]
+    runs = on_features_and_images(own_file, tmp_path, *options)
     assert len(folders(own_file)) == 1
     assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
 
@@ -104,10 +97,7 @@ def test_a_task_that_changes_images_itself_trains_on_images(
 
     monkeypatch.setattr(MultiLabel, method, darkened)
     words = (*HEAD, f"--model.trained={trained}", "--federated.num_rounds=1")
-    runs = [
-        train_into(tmp_path / name, own_file, *words, *more)
-        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
-    ]
+    runs = on_features_and_images(own_file, tmp_path, *words)
     assert not folders(own_file)
     assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
 
@@ -126,20 +116,14 @@ def test_a_store_that_changes_images_itself_trains_on_images(
 ) -> None:
     real = LabelSetView.split
     monkeypatch.setattr(LabelSetView, "split", lambda view, name: Darker(**vars(real(view, name))))
-    runs = [
-        train_into(tmp_path / name, own_file, *HEAD, "--federated.num_rounds=1", *more)
-        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
-    ]
+    runs = on_features_and_images(own_file, tmp_path, *HEAD, "--federated.num_rounds=1")
     assert not folders(own_file)
     assert_close_as_vector(saved(runs[0]), saved(runs[1]), SINGLE_STEPS)
 
 
 def test_users_are_fine_tuned_on_images_after_training_on_features(own_file: Path, tmp_path: Path) -> None:
     words = (*HEAD, "--personal.num_epochs=1", "--personal.min_images=2", "--evaluation.per_user=true")
-    runs = [
-        train_into(tmp_path / name, own_file, *words, *more)
-        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
-    ]
+    runs = on_features_and_images(own_file, tmp_path, *words)
     found = [json.loads((directory / "per_user.json").read_text()) for directory in runs]
     assert found[0]["personal"]["trained_on"] == found[1]["personal"]["trained_on"]
     scores = [np.array(one["personal"]["after"]["C-AP"], float) for one in found]

@@ -1,11 +1,7 @@
-"""FedBuff as runs: held to its equations in float64, killed and resumed, shared out among workers, refused.
-
-test_fedbuff DATA DIRECTORY          trains it, as one of the workers of a launcher
-"""
+"""FedBuff as runs: held to its equations in float64, killed and resumed, refused."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +10,17 @@ import pfl_ext as pfl_ext  # before pfl, see there
 # isort: split
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.core.config.trees import Tree, merge
-from benchmarks.core.execute import execute
 from benchmarks.core.federated import training_data
-from benchmarks.flair.config import parse
-from benchmarks.flair.train import Flair
 from pfl_ext.algorithms import fedbuff
 from pfl_ext.devices.fleet import Fleet
-from pfl_ext.workers.distributed import connected
 from tests.benchmarks.conftest import Refused, Train, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, USERS, Array, run_of, server, trajectory, vector
 from tests.benchmarks.core.test_device_runs import CLASSES_OF_RUN, NUMBERS, SPEEDS
 from tests.benchmarks.core.test_groups_and_graphs import at_rate_of, direct_of
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import last_checkpoint, lines, results, timeless
-from tests.benchmarks.sparing import sparingly
-from tests.launching import command, run
 from tests.pfl_ext.devices.test_arrivals import by_plain_loops
 
 
@@ -213,31 +201,3 @@ def test_versions_that_have_no_room_are_refused(refused: Refused, monkeypatch: p
     monkeypatch.setattr("pfl_ext.models.memory.physical_memory", lambda: 100_000)
     message = "fedbuff keeps up to 3 versions of the model, which needs up to 0.0 GB of memory"
     refused(message, *RUN, f"{OPTIONS}max_staleness=2")
-
-
-def main(data: Path, directory: Path) -> None:
-    torch.set_num_threads(1)
-    with connected("auto", threads=1, timeout=60):
-        for engine in ("stock", "fast"):
-            words = [*without_cohort(*SMALL), *RUN, f"--runtime.engine={engine}"]
-            run_ = parse([*words, f"--run_dir={directory / engine}"])
-            with sparingly():
-                execute(run_, data, Flair)
-
-
-def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None:
-    main(mini_file, tmp_path / "1")
-    run(command("torchrun", 2, "tests.benchmarks.core.test_fedbuff", str(mini_file), str(tmp_path / "2")))
-    for engine in ("stock", "fast"):
-        alone, together = (last_checkpoint(tmp_path / workers / engine) for workers in "12")
-        assert alone.keys() == together.keys()
-        for key, tensor in alone.items():
-            torch.testing.assert_close(together[key], tensor, rtol=1e-6, atol=1e-7, msg=f"{engine} {key}")
-        ours, theirs = (lines(tmp_path / workers / engine) for workers in "12")
-        for key in ("selected", "lost", "late", "users", "images", "staleness", "virtual_seconds"):
-            assert [line.get(key) for line in ours] == [line.get(key) for line in theirs]
-        assert len(theirs[0]["worker_seconds"]) == 2
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

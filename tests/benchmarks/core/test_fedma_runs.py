@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +19,7 @@ from pfl_ext.algorithms.matching import alive, neurons, reordered
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.user_images import UserImages
 from pfl_ext.tasks.single_label import SingleLabel
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_at
-from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.run_files import last_checkpoint, lines, results
 
 FEDMA = ("--federated.algorithm=fedma", "--federated.num_rounds=5", "--evaluation.best_by=last")
@@ -151,21 +149,8 @@ def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
 
 def test_it_is_killed_within_a_pass_and_goes_on_bit_for_bit(train: Train) -> None:
     argv = (FEDMA[0], *FEDMA[2:], "--federated.num_rounds=10", "--local.learning_rate=0.1")
-    whole = train(*argv, name="whole")
-    with killed_at(7):
-        directory = train(*argv, code=130)
-    train(*argv)
-    assert lines(directory) == lines(whole)
+    whole, _ = killed_and_resumed(train, 7, *argv)
     assert [line["layer"] for line in lines(whole)[:10]] == [0, 1, 2, 3, 4] * 2
-    for key in ("model_sha256", "val", "test", "last"):
-        assert results(directory)[key] == results(whole)[key]
-
-
-def test_two_workers_have_the_model_of_one(mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, "--config=fl-r-17", *FEDMA, "--runtime.engine=fast", f"--data_path={mini_file}"]
-    alone, together = by_one_and_two(tmp_path, *argv)
-    for key, tensor in alone.items():
-        torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_layers_grow_by_neurons_that_only_some_users_have(

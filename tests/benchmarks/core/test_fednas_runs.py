@@ -1,30 +1,20 @@
-"""Runs of FedNAS: what they read and write, killed and resumed, on two workers, and the second stage.
-
-test_fednas_runs ARGUMENTS...          trains, as one of the workers of a launcher
-"""
+"""Runs of FedNAS: what they read and write, killed and resumed, and the second stage."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.fedcv.classification.config import CLASSIFICATION
 from benchmarks.fedcv.classification.train import FederatedClassification
-from benchmarks.flair.train import main
-from dataset.cli import run
 from dataset.store.views import PixelCache
 from pfl_ext.algorithms.fednas import FedNAS, FedNASOptions
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.test_fednas_search import small_cells
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import last_checkpoint, lines, results
-from tests.benchmarks.sparing import sparingly
 
 NETWORK = ("--model.cells=3", "--model.cell_channels=2", "--model.groups=1", "--model.input_size=8")
 SEARCH = (
@@ -75,19 +65,6 @@ def test_a_search_is_killed_and_goes_on_reads_no_test_image_and_its_genotype_is_
     assert "pfl's own loop" not in capsys.readouterr().err, "the engine trains it"
 
 
-def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
-    small = [word for word in SMALL if "engine" not in word]
-    argv = [*small, *SEARCH, "--federated.num_rounds=1"]
-    argv += [f"--data_path={mini_file}", "--config=fl-r-17"]
-    argv = list({word.partition("=")[0]: word for word in argv}.values())
-    with small_cells():
-        alone, together = by_one_and_two(tmp_path, *argv, module="tests.benchmarks.core.test_fednas_runs")
-    assert len(alone["backbone.alpha_normal"]) == 5
-    for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
-    assert len(lines(tmp_path / "2")[0]["worker_seconds"]) == 2
-
-
 def test_the_mini_set_comes_with_a_search_of_its_size_and_the_recipe_is_the_papers() -> None:
     argv = ["--config=fednas"]
     words, _ = FederatedClassification.resolve_data([*argv, "--data_path=mini"])
@@ -130,8 +107,3 @@ def test_the_mini_set_comes_with_a_search_of_its_size_and_the_recipe_is_the_pape
 )
 def test_what_it_cannot_do_is_one_line(argv: list[str], message: str, refused: Refused) -> None:
     refused(message, *SEARCH, *argv)
-
-
-if __name__ == "__main__":
-    with small_cells(), sparingly():
-        sys.exit(run(main, sys.argv[1:]))

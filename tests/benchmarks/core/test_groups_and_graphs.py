@@ -1,12 +1,8 @@
-"""Hierarchical FedAvg, DSGD and push-sum as runs, held to their equations in float64.
-
-test_groups_and_graphs DATA DIRECTORY          trains each as one of the workers of a launcher
-"""
+"""Hierarchical FedAvg, DSGD and push-sum as runs, held to their equations in float64."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,26 +14,18 @@ import pfl_ext as pfl_ext  # before pfl, see there
 # isort: split
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.trees import Tree, merge
-from benchmarks.core.execute import execute
 from benchmarks.core.federated import training_data
-from benchmarks.flair.config import parse
-from benchmarks.flair.train import Flair
 from dataset.arrays import FloatArray
 from pfl_ext.algorithms.dsgd import DSGD, DSGDOptions
 from pfl_ext.algorithms.hierarchical import groups_of
 from pfl_ext.algorithms.pushsum import PushSum, PushSumOptions
-from pfl_ext.workers.distributed import connected
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import SIZES, USERS, Array, Direct, run_of, server, trajectory, vector
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import last_checkpoint, lines, results
-from tests.benchmarks.sparing import sparingly
-from tests.launching import command, run
 
 N = len(SIZES)
 ENGINES = ["stock", "fast"]
@@ -310,28 +298,3 @@ def test_a_network_larger_than_the_population_is_refused_where_cohorts_may_be() 
     )
     with pytest.raises(ValueError, match="but DSGD needs different users and there are only 12: set it to"):
         DSGD.check(setup)
-
-
-def trained(data: Path, directory: Path) -> None:
-    """A run of each."""
-    for name in WORDS:
-        run = parse([*SMALL, *words(name), "--runtime.engine=fast", f"--run_dir={directory / name}"])
-        with sparingly():
-            execute(run, data, Flair)
-
-
-def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:
-    trained(mini_file, tmp_path / "1")
-    module = "tests.benchmarks.core.test_groups_and_graphs"
-    run(command("torchrun", 2, module, str(mini_file), str(tmp_path / "2")))
-    for name in WORDS:
-        alone, together = (last_checkpoint(tmp_path / workers / name) for workers in "12")
-        for key, tensor in alone.items():
-            torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
-        assert len(lines(tmp_path / "2" / name)[0]["worker_seconds"]) == 2
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with connected("auto", threads=1, timeout=60):
-        trained(Path(sys.argv[1]), Path(sys.argv[2]))

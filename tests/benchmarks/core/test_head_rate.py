@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
-from tests.benchmarks.conftest import Refused, Train, killed_at
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.pfl_ext.models.test_trained import SIDE, build
 
 ONE_STEP = ("--local.num_epochs=1", "--local.batch_size=64", "--local.max_grad_norm=none")
@@ -69,11 +69,7 @@ def test_a_killed_run_with_such_rates_goes_on_to_the_bit(words: tuple[str, ...],
     if not words:
         words = ("--local.head_rate_factor=3", "--server.head_rate_factor=2", "--server.optimizer=adam")
         words = (*words, "--local.layer_decay=0.5")
-    whole = train(*words, name="whole")
-    with killed_at(1):
-        train(*words, name="killed", code=130)
-    again = train(*words, name="killed")
-    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    killed_and_resumed(train, 1, *words)
 
 
 def test_fednova_with_a_proximal_term_refuses_two_rates(train: Train, refused: Refused) -> None:

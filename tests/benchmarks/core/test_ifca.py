@@ -24,7 +24,7 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.clusters import first_models
 from pfl_ext.algorithms.ifca import Ifca
 from pfl_ext.attacks.attack import attackers
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import (
     CLASSES,
@@ -42,10 +42,9 @@ from tests.benchmarks.core.quadratics import (
     vector,
 )
 from tests.benchmarks.core.test_by_loss import loss, own
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.predict.test_personal import micro
 from tests.benchmarks.predict.test_predict import rows_of
-from tests.benchmarks.run_files import last_checkpoint, lines, results
+from tests.benchmarks.run_files import last_checkpoint, results
 
 OPTION = "--federated.options."
 
@@ -357,17 +356,3 @@ def test_the_disk_has_room_for_all_models() -> None:
         users = training_data(of, Users(), quadratics.SquaredError())
         found = Ifca.state_bytes(setup(of.config, network, users))
         assert found == 4 * (3 * 2 * apart + 3 * (13 * 4 + 5 * 3))
-
-
-def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, *IFCA, f"{OPTION}shared=encoder", "--runtime.engine=fast", f"--data_path={mini_file}"]
-    alone, together = by_one_and_two(tmp_path, *argv)
-    assert torch.equal(alone["chosen"], together["chosen"])
-    for name, tensor in alone.items():
-        if name.startswith(("shared/", "clusters/")):
-            apart = float((together[name].double() - tensor.double()).norm())
-            assert apart <= 1e-5 * float(tensor.double().norm()) + 1e-9, name
-    users = [[counts(line) for line in lines(tmp_path / n)[:-1]] for n in ("1", "2")]
-    assert users[0] == users[1]
-    tables = [(tmp_path / n / "clients.csv").read_text().splitlines() for n in ("1", "2")]
-    assert [line.split(",")[2] for line in tables[0]] == [line.split(",")[2] for line in tables[1]]

@@ -1,11 +1,7 @@
-"""A new algorithm with a loop of its own, which is all in this file: what it gets from the house.
-
-test_own_loop DATA DIRECTORY          trains it, as one of the workers of a launcher
-"""
+"""A new algorithm with a loop of its own, which is all in this file: what it gets from the house."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,16 +22,13 @@ from benchmarks.core.config.sections import FederatedConfig
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main
-from dataset.cli import run as run_command
 from pfl_ext.algorithms.algorithm import Algorithm, RunContext, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
-from tests.benchmarks.core.worker_runs import SMALL
-from tests.benchmarks.run_files import last_checkpoint, lines, results
+from tests.benchmarks.run_files import last_checkpoint, results
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -164,15 +157,3 @@ def test_options_that_no_algorithm_reads_leave_the_digest_alone(tmp_path: Path) 
 )
 def test_what_it_cannot_do_is_refused_in_one_line(argv: list[str], message: str, refused: Refused) -> None:
     refused(message, *GOSSIP[:1], *argv)
-
-
-def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, *GOSSIP, "--runtime.engine=fast", f"--data_path={mini_file}"]
-    alone, together = by_one_and_two(tmp_path, *argv, module="tests.benchmarks.core.test_own_loop")
-    for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
-    assert len(lines(tmp_path / "2")[0]["worker_seconds"]) == 2
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

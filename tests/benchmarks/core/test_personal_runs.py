@@ -1,13 +1,8 @@
-"""Runs in which users keep something: they are killed and go on, are shared out, are scored, or refused.
-
-test_personal_runs DATA DIRECTORY          trains them, as one of the workers of a launcher
-"""
+"""Runs in which users keep something: they are killed and go on, are scored, or refused."""
 
 from __future__ import annotations
 
 import csv
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +16,17 @@ import torchvision
 from torch import nn
 
 from benchmarks.core.config.trees import merge
-from benchmarks.core.execute import execute
 from benchmarks.core.federated import train_federated
 from benchmarks.core.run_directory import RunDirectory
-from benchmarks.flair.config import parse
-from benchmarks.flair.train import Flair
-from dataset.arrays import FloatArray
 from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.own_images import OwnImages
 from pfl_ext.algorithms.personal_parts import FILE
-from pfl_ext.workers.distributed import connected
 from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIZES, Batch, Trace, run_of
 from tests.benchmarks.core.test_personal import vectors
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import last_checkpoint, lines, results
-from tests.benchmarks.sparing import sparingly
-from tests.launching import command, run
 
 OPTION = "--federated.options."
 WORDS = {
@@ -228,61 +215,3 @@ def test_another_file_of_users_is_refused(train: Train, refused: Refused) -> Non
     path = directory / "checkpoint" / FILE
     path.write_bytes(bytes(path.stat().st_size))
     refused(f"{FILE} is not the one that the checkpoint was written with", *argv)
-
-
-BY_TWO = ("fedrep", "ditto", "moon")
-"""FedPer's users keep what FedRep's do, and pFedMe's what Ditto's do."""
-
-
-def trained(data: Path, directory: Path, names: Sequence[str] = BY_TWO) -> None:
-    """A run of each."""
-    for name in names:
-        argv = [*SMALL, "--config=fl-r-17", "--runtime.engine=fast", *words(name)]
-        with sparingly():
-            execute(parse([*argv, f"--run_dir={directory / name}"]), data, Flair)
-
-
-def kept(name: str, directory: Path) -> FloatArray:
-    """What each user keeps, NaN for one who never trained."""
-    found, part = last_checkpoint(directory), "fc3" if name in ("fedper", "fedrep") else ""
-    variables = [tensor for key, tensor in found.items() if key.startswith("model/") and part in key]
-    rows = found["users/rows"].numpy()
-    content = np.fromfile(directory / "checkpoint" / FILE, "<f4")
-    values = content.reshape(-1, sum(tensor.numel() for tensor in variables))
-    return np.where(rows[:, None] < 0, np.nan, values[rows])
-
-
-def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None:
-    """One of the runs was begun by one worker."""
-    trained(mini_file, tmp_path / "1")
-    with killed_at(2), pytest.raises(KeyboardInterrupt):
-        trained(mini_file, tmp_path / "2", ["fedrep"])
-    run(
-        command(
-            "torchrun", 2, "tests.benchmarks.core.test_personal_runs", str(mini_file), str(tmp_path / "2")
-        )
-    )
-    for name in BY_TWO:
-        alone, together = (tmp_path / workers / name for workers in "12")
-        first, second = (last_checkpoint(path) for path in (alone, together))
-        for key, tensor in first.items():
-            if key.startswith(("model/", "seen")):
-                torch.testing.assert_close(second[key], tensor, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(kept(name, together), kept(name, alone), rtol=1e-4, atol=1e-5)
-        ours, theirs = (results(path)["clients"] for path in (alone, together))
-        for group in ours:
-            for kind in ("personal", "server"):
-                if kind in ours[group]:
-                    assert theirs[group][kind]["pooled"] == pytest.approx(
-                        ours[group][kind]["pooled"], abs=1e-2
-                    )
-                    for column, spread in ours[group][kind]["users"].items():
-                        assert theirs[group][kind]["users"][column] == pytest.approx(spread, abs=1e-2)
-        assert len(lines(together)[2]["worker_seconds"]) == 2
-        assert ("worker_seconds" in lines(together)[0]) == (name != "fedrep")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with connected("auto", threads=1, timeout=60):
-        trained(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -17,7 +17,7 @@ from dataset.cli import run
 from pfl_ext.models.features import Split
 from pfl_ext.models.random_features import RandomFeatures
 from pfl_ext.randomness import torch_stream
-from tests.benchmarks.conftest import Refused, Train, killed_at, train_into
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed, train_into
 from tests.benchmarks.core.test_channel_norm import PRIVATE as MOMENTS
 from tests.benchmarks.core.test_channel_norm import SCATTER
 from tests.benchmarks.core.test_closed_form_runs import CENTRAL, HEAD, ONCE, head
@@ -54,10 +54,8 @@ TRAININGS = {
 def test_a_killed_run_goes_on_to_the_bit_and_its_random_features_are_those_of_the_seed(
     words: tuple[str, ...], train: Train
 ) -> None:
-    whole = train(*RANDOM, *words, name="whole")
-    with killed_at(0 if "--federated.num_rounds=1" in words else 1):
-        train(*RANDOM, *words, name="killed", code=130)
-    ours, theirs = saved(train(*RANDOM, *words, name="killed")), saved(whole)
+    step = 0 if "--federated.num_rounds=1" in words else 1
+    theirs, ours = map(saved, killed_and_resumed(train, step, *RANDOM, *words))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     drawn = {name.rpartition(".")[2]: t for name, t in theirs.items() if ".random." in name}
     seed = torch_stream(0, "model initialisation").initial_seed()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
@@ -18,10 +17,9 @@ from pfl_ext.algorithms.finite_field import PRIME, Elements
 from pfl_ext.algorithms.secure_aggregation import SecureAggregation, pairwise_sum
 from pfl_ext.algorithms.secure_sum import SecureSum, SumLost
 from pfl_ext.algorithms.turbo_aggregate import TurboAggregate, circle_sum
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import lines, results
 from tests.pfl_ext.algorithms.test_secure_sums import Post, exact
 
@@ -119,15 +117,6 @@ def test_it_is_killed_and_goes_on_bit_for_bit(
 
 
 GROUPS = {NAMES[0]: (), NAMES[1]: ("--federated.options.group_size=4",)}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_workers_have_the_model_of_one(name: str, mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, "--config=fl-r-17", f"--federated.algorithm={name}", "--runtime.engine=fast"]
-    argv += ["--federated.options.drop_out=0.4", f"--data_path={mini_file}"]
-    alone, together = by_one_and_two(tmp_path, *argv)
-    for key, tensor in alone.items():
-        torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_a_round_whose_sum_is_lost_leaves_the_model_as_it_is(

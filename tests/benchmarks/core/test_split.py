@@ -27,7 +27,7 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import Refused, Train, by_one_and_two, killed_and_resumed
+from tests.benchmarks.conftest import Refused, Train, killed_and_resumed
 from tests.benchmarks.core.quadratics import (
     CLASSES,
     SIDE,
@@ -38,7 +38,6 @@ from tests.benchmarks.core.quadratics import (
     trajectory,
     vector,
 )
-from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.run_files import last_checkpoint
 
 SEQUENTIAL = ("relay", "u_shaped")
@@ -255,11 +254,3 @@ def test_turns_are_taken_in_one_process() -> None:
         pytest.raises(ValueError, match="split relay trains one user after another in a single process"),
     ):
         Split.check(chosen)
-
-
-def test_two_workers_train_splitfed_as_one_does(mini_file: Path, tmp_path: Path) -> None:
-    small = [word for word in SMALL if "engine" not in word]
-    argv = [*small, KEYS[0], "--federated.options.variant=splitfed", f"--data_path={mini_file}"]
-    alone, together = by_one_and_two(tmp_path, *argv)
-    for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)

@@ -23,7 +23,7 @@ from pfl_ext import checkpoint
 from pfl_ext.models.lora import adapter_tensors
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
-from tests.benchmarks.conftest import ONE_ROUND, Refused, Train, killed_at
+from tests.benchmarks.conftest import ONE_ROUND, Refused, Train, killed_and_resumed, killed_at
 from tests.benchmarks.core.test_private import LOCAL, PRIVATE
 from tests.benchmarks.run_files import last_checkpoint, results, saved
 from tests.closeness import assert_close_as_vector
@@ -125,10 +125,7 @@ def test_norms_are_trained_where_there_are_some(train: Train, refused: Refused) 
     ids=" ".join,
 )
 def test_a_killed_run_of_adapters_goes_on_to_the_bit(words: tuple[str, ...], train: Train) -> None:
-    whole = train(*LORA, *words, name="whole")
-    with killed_at(1):
-        train(*LORA, *words, name="killed", code=130)
-    again = train(*LORA, *words, name="killed")
+    whole, again = killed_and_resumed(train, 1, *LORA, *words)
     for name in ("model.safetensors", "adapters.safetensors"):
         assert (again / name).read_bytes() == (whole / name).read_bytes()
     assert results(again)["model_probe"] == results(whole)["model_probe"]

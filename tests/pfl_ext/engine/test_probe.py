@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.engine.probe import fusable
-from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
 
@@ -50,7 +49,7 @@ def test_users_share_a_pass_only_where_each_has_the_gradient_that_it_has_alone(k
     net = ByHand(*NETWORKS[kind])
     nn.init.zeros_(net.last.weight)  # as in torchvision's ViT: then no other layer has a gradient
     module = ImageClassifier(net, task=SingleLabel(), input_size=8)
-    assert fusable(module, TapedNetwork(module.backbone)) == (kind == "plain")
+    assert fusable(module) == (kind == "plain")
     assert not net.last.weight.any()
 
 
@@ -59,7 +58,7 @@ def test_a_gradient_that_is_only_rounding_does_not_keep_users_apart() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.Flatten(), nn.Linear(8 * 6 * 6, 3))
     module = ImageClassifier(net, task=SingleLabel(), input_size=8)
-    assert fusable(module, TapedNetwork(module.backbone))
+    assert fusable(module)
 
 
 @pytest.mark.parametrize("weight", [math.nan, 0.0, 1e-30, 1e30])
@@ -69,6 +68,6 @@ def test_the_verdict_does_not_depend_on_the_weights(weight: float) -> None:
     for parameter in net.parameters():
         nn.init.constant_(parameter, weight)
     module = ImageClassifier(net, task=SingleLabel(), input_size=8)
-    assert fusable(module, TapedNetwork(module.backbone))
+    assert fusable(module)
     for parameter in net.parameters():
         assert torch.equal(parameter.nan_to_num(), torch.full_like(parameter, weight).nan_to_num())

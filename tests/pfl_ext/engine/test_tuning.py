@@ -31,6 +31,8 @@ from tests.pfl_ext.samplings import local_sampling
 
 pytestmark = pytest.mark.xdist_group("card")
 SIZES = [1, 3, 2, 5, 1, 1, 4, 2]
+FEW = SIZES[:2]
+"""Where all passes are trained, and what comes of it is looked at nowhere."""
 OWN, TWICE, FOUR, ALONE = (
     Arrangement(2, True, 32),
     Arrangement(2, True, 64),
@@ -82,7 +84,7 @@ def tuned(
     patch: pytest.MonkeyPatch,
     folder: Path,
     seconds: dict[Arrangement, float],
-    sizes: list[int] = SIZES,
+    sizes: list[int] = FEW,
     trains: bool = False,
     **more: Any,
 ) -> Any:
@@ -98,7 +100,7 @@ def test_the_fastest_is_taken_and_trains_the_same(
     best: Arrangement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0) | {best: 1.0}
-    outcome, tried, update = tuned(monkeypatch, tmp_path, seconds, trains=True)
+    outcome, tried, update = tuned(monkeypatch, tmp_path, seconds, SIZES, trains=True)
     assert asdict(best).items() <= outcome.items()
     assert [s["seconds"] for s in outcome["seconds"]] == [seconds[c] for c in (OWN, TWICE, FOUR, ALONE)]
     assert tried[-1] == best
@@ -134,13 +136,13 @@ def test_a_choice_is_timed_once_and_a_run_keeps_its_own(
     other.mkdir()
     clock = Timed(monkeypatch, seconds | {FOUR: 9.0})
     again = Tuner(other, kept=tmp_path / "kept", clock=clock.clock)
-    Setting(SIZES, tuner=again).run(True)
+    Setting(FEW, tuner=again).run(True)
     assert again.outcome is not None
     assert (again.outcome["source"], clock.tried) == ("as timed before", [FOUR])
 
     (other / "engine_choice.json").write_text(json.dumps(asdict(ALONE)))
     resumed = Tuner(other, kept=tmp_path / "kept", clock=clock.clock)
-    Setting(SIZES, tuner=resumed).run(True)
+    Setting(FEW, tuner=resumed).run(True)
     assert resumed.outcome is not None
     assert asdict(ALONE).items() <= resumed.outcome.items()
     assert resumed.outcome["source"] == "as this run began"
@@ -194,7 +196,7 @@ def test_a_stop_while_others_are_timed_leaves_no_note(
     monkeypatch.setattr(CohortEngine, "train", stops)
     monkeypatch.setattr(tuning, "SHORT", 0.0)
     with pytest.raises(type(stop)):
-        Setting(SIZES, tuner=Tuner(tmp_path, kept=tmp_path)).run(True)
+        Setting(FEW, tuner=Tuner(tmp_path, kept=tmp_path)).run(True)
     assert bool(list(tmp_path.iterdir())) == isinstance(stop, SystemExit)
 
 
@@ -211,7 +213,7 @@ def test_own_lanes_that_find_no_room_are_timed_again_with_fewer(
     monkeypatch.setattr(CohortEngine, "train", shrinks)
     monkeypatch.setattr(tuning, "SHORT", 0.0)
     tuner = Tuner(tmp_path, kept=tmp_path)
-    Setting(SIZES, tuner=tuner).run(True)
+    Setting(FEW, tuner=tuner).run(True)
     assert tuner.outcome is not None
     first = tuner.outcome["seconds"][0]
     assert (first["lanes"], first["seconds"] is None) == (1, False)
@@ -278,7 +280,7 @@ def test_what_fails_is_no_choice(
     monkeypatch.setattr(CohortEngine, "train", fails)
     monkeypatch.setattr(tuning, "SHORT", 0.0)
     tuner = Tuner(tmp_path, kept=tmp_path)
-    Setting(SIZES, tuner=tuner).run(True)
+    Setting(FEW, tuner=tuner).run(True)
     assert tuner.outcome is not None
     assert tuner.outcome["seconds"][1]["seconds"] is None
     first = text.partition("\n")[0]
@@ -298,7 +300,7 @@ def test_what_was_asked_for_stays(
 ) -> None:
     monkeypatch.setattr(tuning, "SHORT", 0.0)
     tuner = Tuner(tmp_path, kept=tmp_path)
-    Setting(SIZES, tuner=tuner).run(True, **options)
+    Setting(FEW, tuner=tuner).run(True, **options)
     assert ("nothing else to try" in capsys.readouterr().err) == (kinds == 0)
     assert kinds == (0 if tuner.outcome is None else len(tuner.outcome["seconds"]) - 1)
     for choice in [] if tuner.outcome is None else tuner.outcome["seconds"]:
