@@ -225,9 +225,9 @@ def test_garments_of_real_users_are_a_single_label_task() -> None:
 @pytest.mark.parametrize(
     ("partition", "names", "train", "test", "val"),
     [
-        (None, ("c",), {"a": [0, 1], "b": [2]}, {"c": [3, 4, 5, 6]}, ["d", "val-a"]),
-        (None, ("c", "a"), {"b": [2]}, {"a": [0, 1], "c": [3, 4, 5, 6]}, ["d"]),
-        ("crossed", ("q",), {"p": [6, 0, 3]}, {"q": [1, 2, 5, 4]}, ["d", "val-a"]),
+        (None, ("c",), {"a": [0, 1], "b": [2]}, {"c": [3, 4, 5, 6]}, ["q", "val-a"]),
+        (None, ("c", "a"), {"b": [2]}, {"a": [0, 1], "c": [3, 4, 5, 6]}, ["q"]),
+        ("crossed", ("q",), {"p": [6, 0, 3]}, {"q": [1, 2, 5, 4]}, ["q", "val-a"]),
     ],
 )
 def test_test_users_have_their_images_in_test_and_in_no_other_split(
@@ -240,7 +240,7 @@ def test_test_users_have_their_images_in_test_and_in_no_other_split(
 ) -> None:
     """Also where the file has a test split, and val images of a test user."""
     splits = partitioned()
-    splits["val"] = dataclasses.replace(splits["val"], user_ids=["d", "val-a"])
+    splits["val"] = dataclasses.replace(splits["val"], user_ids=["q", "val-a"])
     file = DataFile(write(tmp_path / "f.hdf5", "raw", splits=splits))
     task = SingleLabelView(file, partition, test_users=names, cache_bytes=10**8)
     assert task.splits == ("train", "val", "test")
