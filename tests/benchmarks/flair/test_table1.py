@@ -19,7 +19,9 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.table1 import Job, eta, execute, jobs, main
 from benchmarks.flair.train import Flair
 from dataset.cli import RESUMABLE, Stopped, raised, run
+from tests import warm
 from tests.benchmarks.made_runs import make_run
+from tests.launching import environment
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +294,16 @@ def test_the_time_left_is_that_of_like_runs() -> None:
     assert eta(todo, {True: [7200.0], False: []}) == "about 6.0 h left"
 
 
-def test_a_run_is_a_process_of_its_own_whose_words_are_kept(tmp_path: Path) -> None:
+def test_a_run_is_a_process_of_its_own_whose_words_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, variables = subprocess.Popen, environment()
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command[:2] == [sys.executable, "-m"]
+        return real([sys.executable, warm.__file__, *command[2:]], env=variables, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
     job = Job("x", ("--config", "nowhere.yaml"), tmp_path / "x", 3, True)
     assert execute(job, tmp_path / "logs" / "x.log", "x") == 2
     assert (tmp_path / "logs" / "x.log").read_text().startswith("error: --config nowhere.yaml")
