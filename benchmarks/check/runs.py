@@ -20,8 +20,8 @@ from pfl_ext.algorithms.user_vectors import PLACES
 MOST, TIMES_A_ROUNDING = 0.01, 10
 """Largest difference of states: as a share of what training changed after the first round, or as a multiple
 of what a rounding of all first weights changes, whichever is larger."""
-TIMES = ("wall_clock_s",)
-"""The keys of results.json that differ between equal runs."""
+WHEN = ("wall_clock_s", "commit")
+"""The keys of results.json that differ between equal runs; somebody may commit while they run."""
 PLAIN = ()
 INTERRUPTED, PERTURBED = (("benchmarks.check.changed", change) for change in ("interrupted", "perturbed"))
 TWO_WORKERS = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
@@ -73,9 +73,9 @@ class Runs:
         }
 
     def results(self, name: str) -> dict[str, Any]:
-        """What a run found, without what depends on time."""
+        """What a run found, without `WHEN`."""
         found = checkpoint.read_json(self.folder / name / "results.json")
-        return {key: value for key, value in found.items() if key not in TIMES}
+        return {key: value for key, value in found.items() if key not in WHEN}
 
 
 def different(runs: Runs, name: str) -> str:
