@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -148,6 +149,15 @@ def test_it_trains_in_processes_of_their_own(
     assert runs.train("two", "--federated.num_rounds=1", by=(*TWO_WORKERS[:-1], warm.__file__))
     assert runs.state("stopped").keys() == runs.state("two").keys()
     assert distance(runs.state("stopped"), runs.state("two")) < 1e-4, "one round is done"
+
+
+def test_runs_between_which_somebody_commits_are_equal(tmp_path: Path) -> None:
+    for commit in ("one", "two"):
+        found = {"test": {"accuracy": 1.0}, "commit": commit, "wall_clock_s": len(commit)}
+        (tmp_path / commit).mkdir()
+        (tmp_path / commit / "results.json").write_text(json.dumps(found), encoding="utf-8")
+    results = [Runs(["module"], tmp_path).results(commit) for commit in ("one", "two")]
+    assert results == [{"test": {"accuracy": 1.0}}] * 2
 
 
 def test_states_of_other_tensors_are_no_rounding_apart() -> None:
