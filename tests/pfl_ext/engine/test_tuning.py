@@ -32,7 +32,7 @@ from tests.pfl_ext.samplings import local_sampling
 pytestmark = pytest.mark.xdist_group("card")
 SIZES = [1, 3, 2, 5, 1, 1, 4, 2]
 FEW = SIZES[:2]
-"""Where all passes are trained, and what comes of it is looked at nowhere."""
+"""Where what is trained is looked at nowhere."""
 OWN, TWICE, FOUR, ALONE = (
     Arrangement(2, True, 32),
     Arrangement(2, True, 64),
@@ -93,6 +93,14 @@ def tuned(
     update, *_ = Setting(sizes, tuner=tuner, **more).run(True)
     patch.undo()
     return tuner.outcome, clock.tried, update
+
+
+def trained(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> Any:
+    """The outcome where all passes are trained and none is too short."""
+    patch.setattr(tuning, "SHORT", 0.0)
+    tuner = Tuner(folder, kept=folder)
+    Setting(FEW, tuner=tuner).run(True, **options)
+    return tuner.outcome
 
 
 @pytest.mark.parametrize("best", [OWN, TWICE, FOUR, ALONE])
@@ -194,9 +202,8 @@ def test_a_stop_while_others_are_timed_leaves_no_note(
         return train(engine, *job)
 
     monkeypatch.setattr(CohortEngine, "train", stops)
-    monkeypatch.setattr(tuning, "SHORT", 0.0)
     with pytest.raises(type(stop)):
-        Setting(FEW, tuner=Tuner(tmp_path, kept=tmp_path)).run(True)
+        trained(monkeypatch, tmp_path)
     assert bool(list(tmp_path.iterdir())) == isinstance(stop, SystemExit)
 
 
@@ -211,11 +218,8 @@ def test_own_lanes_that_find_no_room_are_timed_again_with_fewer(
         return train(engine, *job)
 
     monkeypatch.setattr(CohortEngine, "train", shrinks)
-    monkeypatch.setattr(tuning, "SHORT", 0.0)
-    tuner = Tuner(tmp_path, kept=tmp_path)
-    Setting(FEW, tuner=tuner).run(True)
-    assert tuner.outcome is not None
-    first = tuner.outcome["seconds"][0]
+    outcome = trained(monkeypatch, tmp_path)
+    first = outcome["seconds"][0]
     assert (first["lanes"], first["seconds"] is None) == (1, False)
 
 
@@ -278,11 +282,8 @@ def test_what_fails_is_no_choice(
         return train(engine, *job)
 
     monkeypatch.setattr(CohortEngine, "train", fails)
-    monkeypatch.setattr(tuning, "SHORT", 0.0)
-    tuner = Tuner(tmp_path, kept=tmp_path)
-    Setting(FEW, tuner=tuner).run(True)
-    assert tuner.outcome is not None
-    assert tuner.outcome["seconds"][1]["seconds"] is None
+    outcome = trained(monkeypatch, tmp_path)
+    assert outcome["seconds"][1]["seconds"] is None
     first = text.partition("\n")[0]
     said = f"engine: 2 lanes, groups of up to 64 images is no choice here: RuntimeError: {first}\n"
     assert said in capsys.readouterr().err
@@ -298,12 +299,10 @@ def test_what_was_asked_for_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(tuning, "SHORT", 0.0)
-    tuner = Tuner(tmp_path, kept=tmp_path)
-    Setting(FEW, tuner=tuner).run(True, **options)
+    outcome = trained(monkeypatch, tmp_path, **options)
     assert ("nothing else to try" in capsys.readouterr().err) == (kinds == 0)
-    assert kinds == (0 if tuner.outcome is None else len(tuner.outcome["seconds"]) - 1)
-    for choice in [] if tuner.outcome is None else tuner.outcome["seconds"]:
+    assert kinds == (0 if outcome is None else len(outcome["seconds"]) - 1)
+    for choice in [] if outcome is None else outcome["seconds"]:
         assert options.items() <= choice.items()
 
 
