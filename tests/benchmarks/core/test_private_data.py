@@ -190,8 +190,8 @@ def test_they_count_as_seen_where_users_are_scored_by_themselves(
     with DataFile(by_images) as file:
         train = file.split("train")
         sizes = dict(zip(train.user_ids, np.diff(train.user_offsets).tolist()))
-        assert found["seen"]["users"] == len(trained) == file.split("val").num_users
-        assert trained == {user: sizes[user.partition("-")[2]] for user in trained}
+        assert found["seen"]["users"] == len(trained) == file.split("test").num_users
+        assert trained == {user: sizes[user] for user in trained}
 
 
 def test_a_user_of_two_splits_is_known_by_name() -> None:
