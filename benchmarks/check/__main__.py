@@ -9,7 +9,8 @@ folder, for three rounds unless the options name a number:
 * stopped after each round, and gone on with: the same, bit for bit;
 * by pfl's own loop instead of the engine, and by two workers: the same up to rounding. All that a checkpoint
   holds may differ by 1 % of what training changed after the first round (by the norm of the difference), or
-  by ten times what changes if each of the first weights is changed by a rounding.
+  by ten times what changes if each of the first weights is changed by a rounding. Adam with a small epsilon
+  turns even a rounding of a gradient near 0 into a step: check it with an epsilon of 0.001.
 
 A line says what was found in each. Exit codes: 0: all is kept; 1: something is not; 2: the command is wrong,
 for the reason on the last line. Private runs cannot be checked: their noise is secret, so no two are equal.
