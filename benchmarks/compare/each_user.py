@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from benchmarks.reporting.runs import DAMAGE, RunRecord
-from dataset.store.index import in_another_split
 from pfl_ext.algorithms.own_images import FILE
 from pfl_ext.tasks.multi_label_scores import shown
 
@@ -79,10 +78,4 @@ def _in_rows(run: RunRecord, is_alone: bool) -> Iterator[Score]:
         _, kind = MODELS[row["model"], row["split"]]
         for name in row.keys() - {*NO_SCORES}:
             if row[name] and math.isfinite(float(row[name])):
-                yield Score(_name_in_training(row), name, float(row[name]), kind)
-
-
-def _name_in_training(row: Mapping[str, str]) -> str:
-    """The user's; one with training images has another in the file's test, which other runs do not name."""
-    is_trained = (row["group"], row["split"]) == ("seen", "test")
-    return row["user"].removeprefix(in_another_split("", "test")) if is_trained else row["user"]
+                yield Score(row["user"], name, float(row[name]), kind)

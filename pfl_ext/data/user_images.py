@@ -99,16 +99,8 @@ class UserImages(Dataset):
         images, targets = self.raw_data
         rng = np.random.Generator(self._aside.jumped(4 * number + 3))
         sampling = self._sampling if num_epochs is None else replace(self._sampling, num_epochs=num_epochs)
-        return UserImages(
-            images[positions],
-            targets[positions],
-            self.user_id,
-            sampling,
-            rng,
-            self._collate,
-            None,
-            self._level,
-        )
+        part = images[positions], targets[positions]
+        return UserImages(*part, self.user_id, sampling, rng, self._collate, level=self._level)
 
     def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
         images, annotations = self.raw_data

@@ -130,19 +130,6 @@ def test_a_score_that_an_earlier_version_did_not_compute_has_no_curve(tmp_path: 
     assert curve(record, "val", "C-AP") is not None
 
 
-def test_a_hospital_has_one_name_whichever_model_is_scored(tmp_path: Path) -> None:
-    """Runs on the file's test name its users there; users' own models are listed by their training names."""
-    head = "group,split,user,images,training_images,model,O-AP"
-    for name, row in {
-        "fedavg": "seen,test,test-bern,9,9,server",
-        "ditto": "seen,test,bern,9,9,personal",
-    }.items():
-        run = make_run(tmp_path / name)
-        (run / "clients.csv").write_text(f"{head}\n{row},50\nnew,test,test-york,9,0,server,40\n")
-        users = [(one.user, one.value) for one in scores_of(read_any(run)[0])]
-        assert users == [("bern", 50.0), ("test-york", 40.0)]
-
-
 def test_a_group_without_a_finished_run_may_come_first(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "c-r-17", finished=False)
     make_run(tmp_path / "b")
